@@ -1,0 +1,176 @@
+"""What travels between the supervisor and its ranks, and between ranks: msgpack structs, length-prefixed.
+
+Owns the wire form. Knows nothing of sockets' life or of what the messages cause.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from deskfleet.endpoint import EngineStats, FinishReason, SamplingParams, TokenLogprob
+
+_LENGTH = struct.Struct("<Q")
+LENGTH_BYTES = _LENGTH.size
+
+
+class ImagePixels(msgspec.Struct, frozen=True):
+    """A prepared image: uint8 pixels row-major RGB, and its token types."""
+
+    pixels: bytes
+    height_px: int
+    width_px: int
+    token_types: tuple[int, ...]
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    """A new request. `image_positions` marks, per prompt position, whether it lies in an image span (0/1 bytes).
+
+    With `score`, nothing is generated: the logits of every prompt position come back.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    image_positions: bytes
+    images: tuple[ImagePixels, ...]
+    sampling: SamplingParams
+    score: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Forget a request; unknown ids are ignored, since it may have ended meanwhile."""
+
+    request_id: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the group."""
+
+
+Command = AddRequest | Cancel | Stop
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of a rank."""
+
+    rank: int
+    pid: int
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Bytes read so far by one rank, of those it will read."""
+
+    rank: int
+    done_bytes: int
+    total_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A rank is loaded and has met the others."""
+
+    rank: int
+    weight_bytes: int
+    cache_bytes: int
+    load_s: float
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step gave one request. `logits` are float32 rows, only for scoring; `error` ends the request."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    logits: bytes | None = None
+    error: str | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
+    """All outputs of one step, with the counters after it."""
+
+    outputs: tuple[RequestOutput, ...]
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank raised and is about to exit. `is_peer_loss`: it only noticed that another rank is gone."""
+
+    rank: int
+    error: str
+    is_peer_loss: bool
+
+
+Report = Hello | Loading | Ready | StepOutput | Failed
+
+
+class SegmentMessage(msgspec.Struct, frozen=True):
+    """One engine.batch.Segment as raw little-endian int64 (ids) and uint8 (mask) bytes."""
+
+    slot: int
+    start: int
+    token_ids: bytes
+    compressed_ids: bytes
+    compressed_history: bytes
+    image_mask: bytes
+
+
+class StepMessage(msgspec.Struct, frozen=True, tag=True):
+    """What rank 0 tells the other ranks to run: segments, rows whose logits are wanted, image rows to receive."""
+
+    segments: tuple[SegmentMessage, ...]
+    logit_rows: tuple[int, ...]
+    num_image_rows: int
+
+
+class StopMessage(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 ends the lockstep loop."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+command_decoder = msgspec.msgpack.Decoder(Command)
+report_decoder = msgspec.msgpack.Decoder(Report)
+lockstep_decoder = msgspec.msgpack.Decoder(StepMessage | StopMessage)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Bare msgpack of one message."""
+    return _encoder.encode(message)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """msgpack with its length before it, for a byte stream."""
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def frame_length(prefix: bytes) -> int:
+    """Payload length from the LENGTH_BYTES bytes of a frame's start."""
+    (length,) = _LENGTH.unpack(prefix)
+    return int(length)
+
+
+__all__ = [
+    "LENGTH_BYTES",
+    "AddRequest",
+    "Cancel",
+    "Command",
+    "Failed",
+    "Hello",
+    "ImagePixels",
+    "Loading",
+    "Ready",
+    "Report",
+    "RequestOutput",
+    "SegmentMessage",
+    "StepMessage",
+    "StepOutput",
+    "Stop",
+    "StopMessage",
+    "command_decoder",
+    "encode",
+    "frame",
+    "frame_length",
+    "lockstep_decoder",
+    "report_decoder",
+]

@@ -1,0 +1,85 @@
+"""Compressed KV and index keys of a source layer (spec §4.4, §4.5 for the keys).
+
+Owns pooling, the two derived rows and their cache writes. A group is pooled when its last token arrives;
+until then its members wait in the slot's open-group state. Knows nothing of who reads the entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deskfleet.engine import ops
+from deskfleet.engine.model.step import Step
+from deskfleet.engine.ops.rope import RopeTable
+from deskfleet.engine.weights import ShardReader
+from deskfleet.model.config import ModelConfig
+from deskfleet.model.layers import LayerPlan
+
+
+class Compressor:
+    """Pools `ratio` consecutive tokens into one entry."""
+
+    def __init__(self, config: ModelConfig, layer: LayerPlan, reader: ShardReader) -> None:
+        prefix = f"{layer.prefix}.attn"
+        self.config = config
+        self.layer = layer
+        self.ratio = layer.compress_ratio
+        self.wkv = reader.wide(f"{prefix}.compressor.wkv.weight")
+        self.wgate = reader.wide(f"{prefix}.compressor.wgate.weight") if self.ratio > 1 else None
+        self.norm = reader.bf16(f"{prefix}.compressor.norm.weight")
+        self.wk = reader.wide(f"{prefix}.indexer.wk.weight")
+        self.k_norm = reader.bf16(f"{prefix}.indexer.k_norm.weight")
+        self.rope = yarn_table(config)
+
+    def __call__(self, x: Tensor, step: Step) -> None:
+        """x bf16 [T, M]: write the entries and index keys that this step completes."""
+        index = step.batch.compression[self.ratio]
+        latent = self.latents(x, step)
+        rope = self.rope.rows(index.entry_positions)
+        source = self.layer.index
+        keys = self.index_keys(latent, rope)
+        step.cache.index_keys[source].flatten(0, 1)[index.entry_rows] = keys
+        entries = ops.fake_quant_fp4_e4m3(ops.apply_rope(latent, *rope))
+        step.cache.entries[source].flatten(0, 1)[index.entry_rows] = entries
+        step.record(f"{self.layer.prefix}.latent", latent)
+        step.record(f"{self.layer.prefix}.index_k", keys)
+        step.record(f"{self.layer.prefix}.entries", entries)
+
+    def latents(self, x: Tensor, step: Step) -> Tensor:
+        """Latents bf16 [N, D] of the groups completed by this step; updates the open-group state."""
+        eps = self.config.rms_norm_eps
+        if self.wgate is None:
+            return ops.rms_norm(ops.linear(x, self.wkv), self.norm, eps)
+        index, source = step.batch.compression[self.ratio], self.layer.index
+        pooled_inputs = []
+        for weight, state in (
+            (self.wkv, step.cache.open_values[source]),
+            (self.wgate, step.cache.open_gates[source]),
+        ):
+            rows = ops.linear_partial(x, weight).to(torch.float32)
+            flat = state.flatten(0, 1)
+            pooled_inputs.append(torch.cat((flat[index.open_rows], rows))[index.members])
+            flat[index.open_write_state] = rows[index.open_write_rows]
+        return ops.rms_norm(ops.compress_pairs(*pooled_inputs), self.norm, eps)
+
+    def index_keys(self, latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Index keys bf16 [N, Dᵢ] of unrotated latents: the key comes from the latent before its rotation."""
+        key = ops.rms_norm(ops.linear(latent, self.wk), self.k_norm, self.config.rms_norm_eps)
+        return ops.fake_quant_fp4_e8m0(ops.apply_rope(key, *rope))
+
+
+def yarn_table(config: ModelConfig) -> RopeTable:
+    """The rotary table of every layer with compressed KV."""
+    scaling = config.rope_scaling
+    return RopeTable.yarn(
+        config.qk_rope_head_dim,
+        config.compress_rope_theta,
+        factor=scaling.factor,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        original_max_position=scaling.original_max_position_embeddings,
+    )
+
+
+__all__ = ["Compressor", "yarn_table"]

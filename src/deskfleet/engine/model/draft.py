@@ -1,0 +1,137 @@
+"""The DSpark drafter (spec §8): three window-only blocks over the backbone's taps, a Markov bias, a confidence.
+
+Owns the draft rings (through the cache, by slot) and the chain of draft tokens. Verification is not here:
+a proposal can only ever be accepted or refused by the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deskfleet.engine import ops
+from deskfleet.engine.batch import Batch
+from deskfleet.engine.cache import KVCache
+from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.model.attention import Attention
+from deskfleet.engine.model.block import Block
+from deskfleet.engine.model.step import Recorder
+from deskfleet.engine.model.v41 import VocabularyShard, enter
+from deskfleet.engine.ops.rope import RopeTable
+from deskfleet.engine.weights import ShardReader
+
+Choose = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts of B requests: ids int64 [B, n], logits float32 [B, n, V] with the Markov bias, raw confidence [B, n]."""
+
+    draft_token_ids: Tensor
+    logits: Tensor
+    confidence: Tensor
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The greedy choice: float32 [B, V] -> int64 [B], ties to the lower id."""
+    return logits.argmax(-1)
+
+
+class DraftModel:
+    """One rank's share of the draft stages. Shares the backbone's embedding and head."""
+
+    def __init__(self, reader: ShardReader, comm: Communicator, vocabulary: VocabularyShard) -> None:
+        config = reader.plan.config
+        first, last = config.draft_layers[0].prefix, config.draft_layers[-1].prefix
+        self.config = config
+        self.vocabulary = vocabulary
+        self.main_proj = reader.fp8(f"{first}.main_proj")
+        self.main_norm = reader.bf16(f"{first}.main_norm.weight")
+        self.blocks = [Block(config, layer, reader, comm) for layer in config.draft_layers]
+        self.norm = reader.bf16(f"{last}.norm.weight")
+        markov = f"{last}.markov_head"
+        self.markov = VocabularyShard(config, reader, comm, f"{markov}.embed.weight", f"{markov}.head.weight")
+        self.confidence = reader.wide(f"{last}.confidence_head.proj.weight")
+        self.rope = RopeTable.local(config.qk_rope_head_dim, config.rope_theta)
+
+    def commit(self, taps: Tensor, batch: Batch, cache: KVCache, recorder: Recorder | None = None) -> None:
+        """Write the draft rings for every committed row of `batch` (taps bf16 [T, 3·M], spec §8.3)."""
+        rows, ring = batch.window.write_rows, batch.window.write_ring
+        projected = ops.quantized_linear(taps[rows], self.main_proj)
+        main = ops.rms_norm(projected, self.main_norm, self.config.rms_norm_eps)
+        if recorder is not None:
+            recorder("mtp.main_proj_out", projected)
+            recorder("mtp.main_x", main)
+        rope = self.rope.rows(batch.positions[rows])
+        for block in self.blocks:
+            keys = block.attention.window_rows(main, rope)  # no attn_norm and no mixing on the context side
+            cache.windows[block.layer.index].flatten(0, 1)[ring] = keys
+
+    def propose(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        *,
+        choose: Choose = argmax,
+        recorder: Recorder | None = None,
+    ) -> Proposal:
+        """Draft a block after the sampled tokens int64 [B], whose predecessors sit at `positions` int64 [B] (§8.4)."""
+        length, noise = self.config.dspark_block_size, self.config.dspark_noise_token_id
+        ids = torch.full((len(token_ids), length), noise)
+        ids[:, 0] = token_ids
+        row_positions = (positions[:, None] + 1 + torch.arange(length)).flatten()
+        rope = self.rope.rows(row_positions)
+        context = _ring_index(positions, slots, cache.window_size).repeat_interleave(length, 0)
+        own_block = torch.arange(len(ids) * length).view(-1, length).repeat_interleave(length, 0)
+
+        def attend(attention: Attention, x: Tensor) -> Tensor:
+            query, low_rank = attention.queries(x, rope)
+            rows = attention.window_rows(x, rope)  # temporary: a draft's keys never enter the ring
+            ring = cache.windows[attention.layer.index].flatten(0, 1)
+            output, attended = attention.core(query, [(ring, context), (rows, own_block)], rope)
+            if recorder is not None:
+                recorder(f"{attention.layer.prefix}.qr", low_rank)
+                recorder(f"{attention.layer.prefix}.q_rot", query)
+                recorder(f"{attention.layer.prefix}.sparse_out", attended)
+                recorder(f"{attention.layer.prefix}.attn_out", output)
+            return output
+
+        stream, pre = enter(self.vocabulary.embed(ids.flatten()), self.config.hc_mult)
+        for block in self.blocks:
+            stream, pre = block.forward(
+                stream, pre, lambda x, a=block.attention: attend(a, x), None, recorder or _ignore
+            )
+        return self._decode_chain(ops.hc_collapse(stream, pre).unflatten(0, (-1, length)), token_ids, choose)
+
+    def _decode_chain(self, x: Tensor, token_ids: Tensor, choose: Choose) -> Proposal:
+        """x bf16 [B, n, M]: each position's logits take the bias of the token drafted before it."""
+        base = self.vocabulary.logits(ops.rms_norm(x, self.norm, self.config.rms_norm_eps))
+        previous, drafts, logits, confidence = token_ids, [], [], []
+        for place in range(x.shape[1]):
+            embedded = self.markov.embed(previous)  # bf16 (B, markov rank)
+            biased = base[:, place] + self.markov.logits(embedded)
+            joint = torch.cat((x[:, place], embedded), -1)
+            confidence.append(ops.linear_partial(joint, self.confidence).to(torch.float32)[:, 0])
+            previous = choose(biased)
+            drafts.append(previous)
+            logits.append(biased)
+        return Proposal(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+
+
+def _ring_index(positions: Tensor, slots: Tensor, size: int) -> Tensor:
+    """Flat ring rows [B, W] holding positions max(0, p-W+1)..p, in slot order as the publisher lists them."""
+    places = torch.arange(size)
+    filled = places < (positions[:, None] + 1).clamp_max(size)
+    return torch.where(filled, slots[:, None] * size + places, -1)
+
+
+def _ignore(name: str, tensor: Tensor) -> None:
+    """The recorder of nobody."""
+
+
+__all__ = ["Choose", "DraftModel", "Proposal", "argmax"]

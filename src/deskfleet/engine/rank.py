@@ -1,0 +1,207 @@
+"""One rank process: `python -m deskfleet.engine.rank rank.json`. Owns its life from start to exit.
+
+A rank reads one file, reports to its supervisor over one socket, and never outlives it: the kernel kills it
+with its parent, and a closed socket ends it too. Whatever goes wrong is reported in one sentence before exit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from deskfleet.engine import messages
+from deskfleet.engine.core import EngineCore
+from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.spec import RankSpec
+from deskfleet.errors import ConfigError, DeskfleetError
+from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.names import TensorClass
+from deskfleet_engram.errors import EngramError
+from deskfleet_engram.tokens import check_size, compressed_token_map
+
+_PR_SET_PDEATHSIG = 1
+_REPORT_EVERY_BYTES = 1 << 24
+
+
+class Control:
+    """The rank's end of the supervisor's socket."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Report to the supervisor."""
+        with self._lock:
+            self._socket.sendall(messages.frame(message))
+
+    def receive(self, *, block: bool) -> list[messages.Command]:
+        """Commands that have arrived; waits for one when `block`. Exits the process when the supervisor is gone."""
+        commands: list[messages.Command] = []
+        while True:
+            commands += self._parse()
+            if commands and block:
+                return commands
+            ready, _, _ = select.select([self._socket], [], [], None if block else 0)
+            if not ready:
+                return commands
+            received = self._socket.recv(1 << 20)
+            if not received:
+                os._exit(DeskfleetError.exit_code)
+            self._buffer += received
+
+    def exit_with_supervisor(self) -> None:
+        """For ranks that take no commands: end this process as soon as the supervisor closes the socket."""
+
+        def watch() -> None:
+            while self._socket.recv(4096):
+                pass
+            os._exit(DeskfleetError.exit_code)
+
+        threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+
+    def _parse(self) -> list[messages.Command]:
+        commands = []
+        while len(self._buffer) >= messages.LENGTH_BYTES:
+            stop = messages.LENGTH_BYTES + messages.frame_length(bytes(self._buffer[: messages.LENGTH_BYTES]))
+            if len(self._buffer) < stop:
+                break
+            commands.append(messages.command_decoder.decode(bytes(self._buffer[messages.LENGTH_BYTES : stop])))
+            del self._buffer[:stop]
+        return commands
+
+
+def token_map(checkpoint: Checkpoint) -> np.ndarray:
+    """Compressed id of every token (spec §7.1), checked against the configuration."""
+    path = checkpoint.directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 — tokenizers raises bare Exception for every bad file
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    compressed = compressed_token_map(tokenizer)
+    if checkpoint.config.engram_layer_ids:
+        check_size(compressed, checkpoint.config.engram_compressed_vocab_size)
+    return compressed
+
+
+def run(spec: RankSpec, control: Control) -> None:
+    """Load, meet the group, and serve until told to stop."""
+    begin = time.monotonic()
+    torch.set_num_threads(spec.num_threads)
+    checkpoint = Checkpoint.open(Path(spec.checkpoint))
+    plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
+    compressed = token_map(checkpoint)
+    comm = Communicator.join(spec.rank, spec.tp_size, spec.rendezvous)
+    progress = _Progress(control, spec.rank, _bytes_to_read(plan, spec.rank))
+    runner = ModelRunner(
+        checkpoint,
+        plan,
+        comm,
+        RunnerLimits(max_num_seqs=spec.max_num_seqs, max_model_len=spec.max_model_len),
+        pad_compressed_id=int(compressed[checkpoint.config.engram_pad_token_id]),
+        on_read=progress.add,
+    )
+    control.send(
+        messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, time.monotonic() - begin)
+    )
+    if spec.rank == 0:
+        _lead(EngineCore(runner, compressed, max_num_batched_tokens=spec.max_num_batched_tokens), control)
+        runner.stop()
+    else:
+        control.exit_with_supervisor()
+        while runner.follow():
+            pass
+    runner.close()
+
+
+def _lead(core: EngineCore, control: Control) -> None:
+    while True:
+        before = core.stats
+        for command in control.receive(block=not core.has_work):
+            if isinstance(command, messages.Stop):
+                return
+            if isinstance(command, messages.AddRequest):
+                core.add(command)
+            else:
+                core.cancel(command.request_id)
+        if core.has_work:
+            control.send(messages.StepOutput(tuple(core.step()), core.stats))
+        elif core.stats != before:
+            control.send(messages.StepOutput((), core.stats))
+
+
+def _bytes_to_read(plan: ShardPlan, rank: int) -> int:
+    """Bytes of the classes a rank loads; Engram tables stay on disk and drafts are not served yet."""
+    by_class = plan.rank_bytes(rank)
+    return sum(n for kind, n in by_class.items() if kind not in (TensorClass.engram, TensorClass.draft))
+
+
+class _Progress:
+    """Reports bytes read, not more often than is worth drawing."""
+
+    def __init__(self, control: Control, rank: int, total_bytes: int) -> None:
+        self._control = control
+        self._rank = rank
+        self._total_bytes = total_bytes
+        self._reported_bytes = 0
+        self.done_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+        if self.done_bytes - self._reported_bytes >= min(_REPORT_EVERY_BYTES, self._total_bytes // 50 + 1):
+            self._reported_bytes = self.done_bytes
+            self._control.send(messages.Loading(self._rank, self.done_bytes, self._total_bytes))
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent ended before the request above took hold
+        os._exit(DeskfleetError.exit_code)
+
+
+def _is_peer_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone; gloo says so only in words."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("connection closed by peer", "connection reset", "broken pipe", "gloo")
+    )
+
+
+def main(path: str) -> int:
+    """Run the rank described by the file at `path`; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's; it stops ranks in order
+    spec = msgspec.json.decode(Path(path).read_bytes(), type=RankSpec)
+    _die_with_parent(spec.parent_pid)
+    control = Control(spec.control_socket)
+    control.send(messages.Hello(spec.rank, os.getpid()))
+    try:
+        run(spec, control)
+    except (DeskfleetError, EngramError) as error:
+        control.send(messages.Failed(spec.rank, str(error), is_peer_loss=False))
+        return DeskfleetError.exit_code
+    except Exception as error:  # noqa: BLE001 — the rank supervisor's boundary: report, then exit
+        control.send(messages.Failed(spec.rank, f"{type(error).__name__}: {error}", _is_peer_loss(error)))
+        if not _is_peer_loss(error):
+            raise
+        return DeskfleetError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,171 @@
+"""From checkpoint bytes to a rank's tensors. Owns reading, slicing, padding and decoding; no arithmetic else.
+
+A rank reads only the byte ranges that its ShardPlan names. Padding is written as zeros explicitly, because a
+buffer fresh from the allocator may hold anything: `allocate` is a parameter so that a test can hand out
+buffers full of NaN patterns and prove that none of it survives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deskfleet.engine import ops
+from deskfleet.errors import CheckpointError
+from deskfleet.model.checkpoint import Checkpoint, TensorInfo
+from deskfleet.model.layout import ShardPlan, TensorShard
+
+_NUMPY_DTYPES = {"BF16": np.uint16, "F32": np.float32, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "I8": np.uint8}
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.empty(shape, dtype)
+
+
+class ShardReader:
+    """Reads one rank's slices. `on_read(num_bytes)` is called as bytes arrive, for progress.
+
+    Use as a context manager; files stay open between tensors.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: ShardPlan,
+        rank: int,
+        *,
+        allocate: Allocate = _empty,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.plan = plan
+        self.rank = rank
+        self._allocate = allocate
+        self._on_read = on_read
+        self._files: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def raw(self, name: str) -> np.ndarray:
+        """This rank's slice of `name` in its stored dtype (bf16 as uint16, FP8/E8M0/FP4 as uint8), padded."""
+        info = self.checkpoint.tensors[name]
+        shard = self.plan.shard(name, self.rank)
+        dtype = np.dtype(_NUMPY_DTYPES[info.dtype])
+        local = self._allocate(shard.local_shape, dtype)
+        if shard.dim is None:
+            self._read_into(info, 0, local)
+            return local
+        _zero_padding(local, shard)
+        filled = 0
+        for start, stop in shard.ranges:
+            part = self._read_range(info, dtype, shard, start, stop)
+            target = [slice(None)] * local.ndim
+            target[shard.dim] = slice(filled, filled + stop - start)
+            local[tuple(target)] = part
+            filled += stop - start
+        return local
+
+    def bf16(self, name: str) -> Tensor:
+        """A BF16 tensor."""
+        return torch.from_numpy(self.raw(name).view(np.int16)).view(torch.bfloat16)
+
+    def f32(self, name: str) -> Tensor:
+        """A stored F32 tensor."""
+        return torch.from_numpy(self.raw(name))
+
+    def wide(self, name: str) -> Tensor:
+        """A BF16 or F32 matrix as float64, ready for ops.linear."""
+        tensor = self.f32(name) if self.checkpoint.tensors[name].dtype == "F32" else self.bf16(name)
+        return tensor.to(torch.float64)
+
+    def fp8(self, prefix: str) -> Tensor:
+        """`prefix.weight` with `prefix.scale` as float64 [out, in]."""
+        return ops.dequantize_fp8_weight(
+            torch.from_numpy(self.raw(f"{prefix}.weight")),
+            torch.from_numpy(self.raw(f"{prefix}.scale")),
+            self.plan.config.weight_block_size,
+        )
+
+    def fp4(self, prefix: str) -> Tensor:
+        """A routed expert's MXFP4 matrix as float64 [out, in]."""
+        return ops.dequantize_fp4_weight(
+            torch.from_numpy(self.raw(f"{prefix}.weight")), torch.from_numpy(self.raw(f"{prefix}.scale"))
+        )
+
+    def experts(self, prefix: str, names: Iterable[str], expert_ids: range) -> Tensor:
+        """Stacked experts float64 [E_local, Σ out, in]: the matrices `names` of each expert under one another."""
+        return torch.stack(
+            [torch.cat([self.fp4(f"{prefix}.{e}.{name}") for name in names]) for e in expert_ids]
+        )
+
+    def _read_range(
+        self, info: TensorInfo, dtype: np.dtype, shard: TensorShard, start: int, stop: int
+    ) -> np.ndarray:
+        assert shard.dim is not None
+        if shard.dim == 0:
+            rows = self._allocate((stop - start, *info.shape[1:]), dtype)
+            self._read_into(info, start * rows[:1].nbytes if stop > start else 0, rows)
+            return rows
+        # A column slice is strided in the file; whole rows are read once and cut here.
+        whole = self._allocate(info.shape, dtype)
+        self._read_into(info, 0, whole)
+        cut = [slice(None)] * len(info.shape)
+        cut[shard.dim] = slice(start, stop)
+        return whole[tuple(cut)]
+
+    def _read_into(self, info: TensorInfo, skip_bytes: int, target: np.ndarray) -> None:
+        if target.nbytes == 0:
+            return
+        view = memoryview(target.reshape(-1)).cast("B")
+        descriptor = self._open(info)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(descriptor, [view[done:]], info.offset_bytes + skip_bytes + done)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {info.name} from {info.path}: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{info.path} ended {len(view) - done} bytes early while reading {info.name}",
+                    hint="the file changed or shrank after it was opened; fetch it again",
+                )
+            done += count
+        if self._on_read is not None:
+            self._on_read(len(view))
+
+    def _open(self, info: TensorInfo) -> int:
+        key = str(info.path)
+        if key not in self._files:
+            try:
+                self._files[key] = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"cannot open {info.path}: {error.strerror}") from error
+        return self._files[key]
+
+
+def _zero_padding(local: np.ndarray, shard: TensorShard) -> None:
+    """Write zeros over the padded end of the sharded dim; every other byte is about to be read from disk."""
+    assert shard.dim is not None
+    held = sum(stop - start for start, stop in shard.ranges)
+    padding = [slice(None)] * local.ndim
+    padding[shard.dim] = slice(held, None)
+    local[tuple(padding)] = 0
+
+
+__all__ = ["Allocate", "ShardReader"]

@@ -1,0 +1,307 @@
+"""The body of POST /v1/chat/completions, read strictly.
+
+Owns which fields exist, their types and ranges, and one decision for every field the publisher's library
+would drop. Knows nothing of prompts, tokens or the engine. Everything wrong is a RequestError whose `param`
+is the field as the client spelled it.
+
+* **Honoured:** the fields of `ChatFields`. Where a client gives temperature, top_p, top_k, min_p or seed, its
+  value is used as it is; the library would force temperature 1 in thinking mode, lift top_p to 0.95 there and
+  drop it elsewhere.
+* **Refused:** the fields of `UNSUPPORTED`, unless their value asks for nothing (`n: 1`, `logit_bias: {}`).
+* **Ignored:** `user`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and every field
+  nobody here has heard of, because front-ends send all kinds of extras to every server that speaks this
+  protocol. A name that is nearly a known one (`temprature`) is a mistake and refused with the nearest name.
+
+Thinking may be asked for in four ways, which must not contradict each other: `thinking: {type: enabled |
+disabled | adaptive}`, `enable_thinking`, `chat_template_kwargs: {thinking | enable_thinking}`, and
+`reasoning_effort`, where `none` means off and any other tier means on unless a switch says off. Without any
+of them the server's default holds. `EFFORT_TIERS` says what each effort means.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deskfleet.errors import RequestError
+from deskfleet.gateway.messages import Message, ResponseFormat, Tool, ToolChoice
+
+EFFORT_TIERS: dict[str, str | None] = {
+    "none": None,  # thinking off
+    "minimal": "low",
+    "low": "low",  # rendered as 50 of 100
+    "medium": "high",
+    "high": "high",  # 75, also the model's default
+    "xhigh": "xhigh",  # 75 as well, says the publisher
+    "ultra": "max",
+    "max": "max",  # 100
+}
+"""Effort as clients spell it -> the publisher's tier."""
+
+UNSUPPORTED: dict[str, tuple[object, str]] = {
+    "n": (1, "one choice per request"),
+    "best_of": (1, "one choice per request"),
+    "use_beam_search": (False, "sampling only"),
+    "frequency_penalty": (0, "penalties are not supported"),
+    "presence_penalty": (0, "penalties are not supported"),
+    "repetition_penalty": (1, "penalties are not supported"),
+    "length_penalty": (1, "penalties are not supported"),
+    "logit_bias": ({}, "logit bias is not supported"),
+    "bad_words": ([], "bad_words is not supported"),
+    "min_tokens": (0, "min_tokens is not supported"),
+    "parallel_tool_calls": (True, "the model decides how many calls it makes"),
+    "functions": ([], "send tools instead"),
+    "function_call": ("auto", "send tool_choice instead"),
+    "modalities": (["text"], "answers are text only"),
+    "audio": ({}, "answers are text only"),
+    "prediction": ({}, "predicted outputs are not supported"),
+    "web_search_options": (None, "nothing is searched here; send a tool"),
+    "verbosity": ("medium", "verbosity is not supported"),
+    "store": (False, "nothing is stored here"),
+    "reasoning": ({}, "send reasoning_effort instead"),
+    "thinking_budget": (None, "thinking budgets are not supported; send reasoning_effort"),
+    "thinking_token_budget": (None, "thinking budgets are not supported; send reasoning_effort"),
+    "guided_json": (None, "outputs cannot be constrained yet"),
+    "guided_regex": (None, "outputs cannot be constrained yet"),
+    "guided_choice": (None, "outputs cannot be constrained yet"),
+    "guided_grammar": (None, "outputs cannot be constrained yet"),
+    "structured_outputs": (None, "outputs cannot be constrained yet"),
+    "prompt_logprobs": (0, "prompt log probabilities are not supported"),
+    "echo": (False, "the prompt is not repeated"),
+    "include_stop_str_in_output": (False, "stop strings are never part of the answer"),
+    "skip_special_tokens": (True, "control tokens are never part of the answer"),
+    "chat_template": (None, "the prompt format is the model's own"),
+    "documents": ([], "put documents into messages"),
+    "add_generation_prompt": (True, "send a last assistant message with prefix: true"),
+    "continue_final_message": (False, "send a last assistant message with prefix: true"),
+    "truncate_prompt_tokens": (None, "prompts are never shortened"),
+}
+"""Field -> (the value that asks for nothing, why anything else is refused). Null always asks for nothing."""
+
+_IGNORED = (
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+Unit = Annotated[float, Meta(ge=0, le=1)]
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class TemplateFields(Struct, frozen=True, forbid_unknown_fields=True):
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | int | None = None
+
+
+class ChatFields(Struct, frozen=True, kw_only=True):
+    """The fields this server honours. None means that the client said nothing."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Unit | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]] | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: TemplateFields | None = None
+    reasoning_effort: str | int | None = None
+
+
+_VALUES = {
+    "].role": "system, developer, user, assistant, tool, latest_reminder",
+    "].type": "text and image_url in user, system and tool messages, text in assistant messages",
+    "thinking.type": "enabled, disabled, adaptive",
+    "response_format.type": "text, json_object, json_schema",
+    "].image_url.detail": "auto, low, high, original",
+}
+"""How a choice's path ends -> its values, which msgspec does not list."""
+
+_KNOWN = (*ChatFields.__struct_fields__, *UNSUPPORTED, *_IGNORED)
+
+
+def parse_fields(body: bytes) -> ChatFields:
+    """Return the checked fields of a request body.
+
+    Raises RequestError: not JSON, not an object, a field missing, of the wrong type, out of range,
+    unsupported, misspelled, or contradicting another.
+    """
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {_lower_first(str(error))}") from error
+    if not isinstance(raw, dict):
+        raise RequestError("the body is not a JSON object")
+    _refuse_unsupported(raw)
+    try:
+        fields = msgspec.convert(raw, ChatFields)
+    except msgspec.ValidationError as error:
+        raise _name_field(error) from error
+    _check_together(fields)
+    return fields
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    for name, value in raw.items():
+        if value is None or name in ChatFields.__struct_fields__ or name in _IGNORED:
+            continue
+        if name in UNSUPPORTED:
+            neutral, reason = UNSUPPORTED[name]
+            # True == 1 in Python, but `n: true` is no way to say `n: 1`.
+            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+                raise RequestError(f"{name}: {reason}", param=name, hint=f"leave {name} out")
+        elif nearest := difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.85):
+            raise RequestError(f"unknown field {name!r}", param=name, hint=f"did you mean {nearest[0]!r}?")
+
+
+def _name_field(error: msgspec.ValidationError) -> RequestError:
+    """Turn msgspec's "Expected ... - at `$.messages[0].role`" into an error that names messages[0].role."""
+    reason, _, location = str(error).partition(" - at `$")
+    param = location.rstrip("`").lstrip(".")
+    if missing := re.search(r"missing required field `(\w+)`", reason):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        reason = "this field is required"
+    elif unknown := re.search(r"contains unknown field `(\w+)`", reason):
+        param = f"{param}.{unknown[1]}" if param else unknown[1]
+        reason = "this field is not supported"
+    elif values := next((text for suffix, text in _VALUES.items() if param.endswith(suffix)), None):
+        reason = f"{reason}, known are {values}"
+    return RequestError(f"{param}: {_lower_first(reason)}", param=param or None)
+
+
+def _check_together(fields: ChatFields) -> None:
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if fields.stream_options is not None and not fields.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    limits = (fields.max_tokens, fields.max_completion_tokens)
+    if None not in limits and limits[0] != limits[1]:
+        raise RequestError(
+            f"max_completion_tokens is {limits[1]} but max_tokens is {limits[0]}",
+            param="max_completion_tokens",
+        )
+    if isinstance(fields.tool_choice, str) and fields.tool_choice not in ("auto", "none", "required"):
+        raise RequestError(
+            f"tool_choice: {fields.tool_choice!r} is not auto, none, required or a function",
+            param="tool_choice",
+        )
+    if fields.tool_choice not in (None, "auto", "none") and not fields.tools:
+        raise RequestError("tool_choice asks for a call but tools is empty", param="tool_choice")
+    _refuse_strict(fields)
+
+
+def _refuse_strict(fields: ChatFields) -> None:
+    """`strict` is a promise, and nothing constrains what the model writes yet."""
+    strict = [
+        f"tools[{i}].function.strict" for i, tool in enumerate(fields.tools or []) if tool.function.strict
+    ]
+    schema = getattr(fields.response_format, "json_schema", None)
+    if schema is not None and schema.strict:
+        strict.append("response_format.json_schema.strict")
+    if strict:
+        raise RequestError(
+            f"{strict[0]}: this server cannot enforce a schema yet",
+            param=strict[0],
+            hint="leave strict out; the schema is still shown to the model",
+        )
+
+
+def requested_max_tokens(fields: ChatFields) -> int | None:
+    """Return the client's limit, under either of its names."""
+    return fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+
+
+def resolve_thinking(fields: ChatFields, *, default: bool) -> tuple[bool, str | None]:
+    """Return whether to think, and the publisher's effort tier (None: the model's default).
+
+    Raises RequestError for switches that contradict each other and for an unknown effort.
+    """
+    template = fields.chat_template_kwargs or TemplateFields()
+    switches = {
+        "thinking": None if fields.thinking is None else fields.thinking.type != "disabled",
+        "enable_thinking": fields.enable_thinking,
+        "chat_template_kwargs.thinking": template.thinking,
+        "chat_template_kwargs.enable_thinking": template.enable_thinking,
+    }
+    asked = {name: wish for name, wish in switches.items() if wish is not None}
+    tiers = {
+        name: _effort_tier(name, effort)
+        for name, effort in (
+            ("reasoning_effort", fields.reasoning_effort),
+            ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
+        )
+        if effort is not None
+    }
+    if None in tiers.values():
+        asked |= {name: False for name, tier in tiers.items() if tier is None}
+    _refuse_contradiction(asked)
+    _refuse_contradiction(tiers)
+    tier = next(iter(tiers.values()), None)
+    thinking = next(iter(asked.values()), True if tiers else default)
+    return thinking, tier if thinking else None
+
+
+def _effort_tier(name: str, effort: str | int) -> str | None:
+    if isinstance(effort, str) and effort in EFFORT_TIERS:
+        return EFFORT_TIERS[effort]
+    hint = f"use one of {', '.join(EFFORT_TIERS)}"
+    if isinstance(effort, int):
+        raise RequestError(
+            f"{name}: efforts as numbers are not supported, got {effort}", param=name, hint=hint
+        )
+    raise RequestError(f"{name}: unknown effort {effort!r}", param=name, hint=hint)
+
+
+def _refuse_contradiction(wishes: dict[str, Any]) -> None:
+    (first, wish), *rest = wishes.items() or [("", None)]
+    for name, other in rest:
+        if other != wish:
+            raise RequestError(
+                f"{name} contradicts {first}", param=name, hint=f"send only one of {first} and {name}"
+            )
+
+
+def _lower_first(text: str) -> str:
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]
+
+
+__all__ = [
+    "EFFORT_TIERS",
+    "UNSUPPORTED",
+    "ChatFields",
+    "parse_fields",
+    "requested_max_tokens",
+    "resolve_thinking",
+]
