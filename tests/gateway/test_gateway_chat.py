@@ -19,6 +19,7 @@ from chat_scripts import (
     ids,
     joined,
     says,
+    settings,
     text_of,
 )
 from openai import OpenAI
@@ -85,7 +86,7 @@ async def test_usage_counts_the_prompt_and_the_end_of_sentence(stream: bool) -> 
 
 def test_sync_client() -> None:
     async def serve_and_ask() -> tuple[str, str]:
-        async with running_gateway(ScriptedEngine(says(ANSWER)), _settings()) as base_url:
+        async with running_gateway(ScriptedEngine(says(ANSWER)), settings()) as base_url:
             return await asyncio.to_thread(ask_in_a_thread, base_url)
 
     def ask_in_a_thread(base_url: str) -> tuple[str, str]:
@@ -95,12 +96,6 @@ def test_sync_client() -> None:
             return plain.choices[0].message.content or "", joined(list(stream), "content")
 
     assert asyncio.run(serve_and_ask()) == (ANSWER, ANSWER)
-
-
-def _settings() -> Any:
-    from chat_scripts import settings
-
-    return settings()
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (100,)])

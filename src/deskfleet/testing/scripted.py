@@ -83,6 +83,11 @@ class ScriptedEngine:
         """Requests whose iterator was closed before its last chunk."""
         return self._num_cancelled
 
+    @property
+    def num_running(self) -> int:
+        """Requests being answered."""
+        return self._num_running
+
     def fail(self, sentence: str) -> None:
         """Die between requests."""
         self._failure = sentence

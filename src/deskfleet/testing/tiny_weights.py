@@ -42,9 +42,9 @@ _SPREADS: tuple[tuple[str, float, float], ...] = (
 _GAINS: tuple[tuple[str, float], ...] = (
     # (pattern, gain): spread of a matrix's outputs for inputs of unit spread. What writes into the stream is
     # kept small against it, so that a rounding difference that flips an expert or a pick moves logits little.
-    (r".*\.attn\.wo_b", 0.4),
-    (r".*\.ffn\.(experts\.\d+|shared_experts)\.w2", 0.25),
-    (r".*\.engram\.embed", 0.25),
+    (r".*\.attn\.wo_b", 0.3),
+    (r".*\.ffn\.(experts\.\d+|shared_experts)\.w2", 0.12),
+    (r".*\.engram\.embed", 0.15),
     (r".*\.compressor\.wgate", 1.5),
     (r"vision\.blocks\.\d+\.(attn\.wo|mlp\.w2)", 0.5),
     (r".*", 1.0),
@@ -81,7 +81,7 @@ def _bf16_values(
     if name == "head.weight":
         embed_name, boost = "embed.weight", 12.0
     elif name.endswith(".markov_head.head.weight"):
-        embed_name, boost = name.replace(".head.weight", ".embed.weight"), 6.0
+        embed_name, boost = name.replace(".head.weight", ".embed.weight"), 14.0
     else:
         return _stored(name, specs[name], seed)
     noise = _normal(name, specs[name].shape, seed) * np.float32(0.08)

@@ -64,7 +64,7 @@ class Attention:
         low_rank = ops.grouped_linear(grouped, self.wo_a).flatten(1)
         partial = ops.quantized_linear_partial(low_rank, self.wo_b)
         total = self.comm.all_reduce(partial)
-        return total.to(torch.float32).to(torch.bfloat16), attended
+        return total.to(torch.bfloat16), attended
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Backbone attention of bf16 [T, M]; fills this layer's caches and picks on the way."""

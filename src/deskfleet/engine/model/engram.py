@@ -64,7 +64,7 @@ class Engram:
             raise EngineError(f"engram rows of layer {self.layer.index}: {error}") from error
         values = torch.from_numpy(codes).view(torch.float8_e4m3fn).to(torch.float64)
         local = values * e8m0_to_float(torch.from_numpy(scales)).repeat_interleave(32, -1)
-        parts = self.comm.all_gather(local.to(torch.float32).to(torch.bfloat16))
+        parts = self.comm.all_gather(local.to(torch.bfloat16))
         # Column c lies on rank c % ranks at place c // ranks.
         interleaved = torch.stack(parts, 2).flatten(1, 2)  # (T, columns padded, D)
         return interleaved[:, : self.config.engram_num_columns]

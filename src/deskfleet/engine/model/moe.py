@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -49,31 +51,39 @@ class MoE:
     def routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """This rank's share of the routed sum, float64 [T, M], not yet reduced over ranks."""
         total = torch.zeros(x.shape, dtype=torch.float64)
-        for local, expert in enumerate(self.expert_ids):
-            rows, place = torch.nonzero(chosen == expert, as_tuple=True)
-            if len(rows) == 0:
+        quantized = ops.fake_quant_fp8(x).to(torch.float64)  # once: every expert takes the same codes
+        for expert, rows, places in _by_expert(chosen):
+            if expert not in self.expert_ids:
                 continue
-            output = _expert(
-                x[rows], self.w13[local], self.w2[local], self.config.swiglu_limit, weights[rows, place]
-            )
+            local = expert - self.expert_ids.start
+            gate, up = (quantized[rows] @ self.w13[local].T).to(torch.bfloat16).chunk(2, -1)
+            output = _down(gate, up, self.w2[local], self.config.swiglu_limit, weights[rows, places])
             total.index_add_(0, rows, output.to(torch.float64))
         return total
 
     def shared(self, x: Tensor) -> Tensor:
         """The shared expert, bf16 [T, M]."""
-        return _expert(x, self.shared_w13, self.shared_w2, self.config.swiglu_limit, None)
+        gate, up = ops.quantized_linear(x, self.shared_w13).chunk(2, -1)
+        return _down(gate, up, self.shared_w2, self.config.swiglu_limit, None)
 
     def __call__(self, x: Tensor, image_mask: Tensor | None) -> Tensor:
         """x bf16 [T, M] -> bf16 [T, M]; the shared expert joins after the sum over ranks."""
         total = self.comm.all_reduce(self.routed(x, *self.route(x, image_mask)))
         total = total + self.shared(x).to(torch.float64)
-        return total.to(torch.float32).to(torch.bfloat16)
+        return total.to(torch.bfloat16)
 
 
-def _expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float, route_weight: Tensor | None) -> Tensor:
-    gate, up = ops.quantized_linear(x, w13).chunk(2, -1)
+def _down(gate: Tensor, up: Tensor, w2: Tensor, limit: float, route_weight: Tensor | None) -> Tensor:
     # The route weight acts before w2: it changes the FP8 scale that w2's input takes (spec §6.3).
     return ops.quantized_linear(ops.expert_activation(gate, up, limit, route_weight), w2)
+
+
+def _by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, rows, places) of every expert that int64 [T, K] names, ascending."""
+    order = torch.sort(chosen.flatten(), stable=True)
+    experts, counts = torch.unique_consecutive(order.values, return_counts=True)
+    for expert, where in zip(experts.tolist(), order.indices.split(counts.tolist()), strict=True):
+        yield expert, where // chosen.shape[1], where % chosen.shape[1]
 
 
 __all__ = ["MoE"]

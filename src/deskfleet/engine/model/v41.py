@@ -90,8 +90,7 @@ class V41Model:
             if block.layer.has_engram:
                 stream = self.engrams[block.layer.index](stream, step)
             if block.layer.is_tap:
-                mean = stream.to(torch.float64).mean(1)
-                taps.append(mean.to(torch.float32).to(torch.bfloat16))
+                taps.append(stream.to(torch.float64).mean(1).to(torch.bfloat16))
             stream, pre = block(stream, pre, step)
         hidden = ops.hc_collapse(stream, pre)
         return BackboneOutput(hidden, torch.cat(taps, -1) if taps else hidden[:, :0])

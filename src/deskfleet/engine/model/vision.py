@@ -58,7 +58,7 @@ class VisionTower:
         tiles = grid.unfold(1, tile, tile).unfold(2, tile, tile)  # (Mᵥ, h', w', tile, tile)
         features = tiles.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)  # channel-major features
         hidden = _affine(features, *self.aligner[0])
-        hidden = torch.nn.functional.gelu(hidden.to(torch.float64)).to(torch.float32).to(torch.bfloat16)
+        hidden = torch.nn.functional.gelu(hidden.to(torch.float64)).to(torch.bfloat16)
         return _affine(hidden, *self.aligner[1])
 
 
@@ -82,7 +82,7 @@ class VisionBlock:
         x = x + self._attend(ops.rms_norm(x, self.norm1, _NORM_EPS), rope)
         gate, up = ops.linear(ops.rms_norm(x, self.norm2, _NORM_EPS), self.w1).chunk(2, -1)
         wide = gate.to(torch.float64)
-        activated = (wide * torch.sigmoid(wide)).to(torch.float32).to(torch.bfloat16) * up
+        activated = (wide * torch.sigmoid(wide)).to(torch.bfloat16) * up
         return x + ops.linear(activated, self.w2)
 
     def _attend(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ class VisionBlock:
         query, key = _rotate_halves(query, *rope), _rotate_halves(key, *rope)
         scores = query.to(torch.float64) @ key.to(torch.float64).transpose(1, 2) * query.shape[-1] ** -0.5
         mixed = torch.softmax(scores, -1) @ value.to(torch.float64)
-        attended = mixed.to(torch.float32).to(torch.bfloat16).transpose(0, 1).flatten(1)
+        attended = mixed.to(torch.bfloat16).transpose(0, 1).flatten(1)
         return _affine(attended, self.wo, self.wo_bias)
 
 
@@ -105,7 +105,7 @@ def normalise_pixels(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return (x.to(torch.float64) @ weight.T + bias).to(torch.float32).to(torch.bfloat16)
+    return (x.to(torch.float64) @ weight.T + bias).to(torch.bfloat16)
 
 
 def _rope_2d(height: int, width: int, config: VisionConfig) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,8 @@ _FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def pow2_ceil(value: Tensor) -> Tensor:
     """Smallest power of two >= value, from the float32 bit pattern (spec §N.3.1). value > 0, float32."""
-    bits = value.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-    return (exponent << 23).view(torch.float32)
+    # Adding the whole mantissa carries into the exponent exactly when the mantissa is not zero.
+    return ((value.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def _groups(x: Tensor, block: int) -> Tensor:

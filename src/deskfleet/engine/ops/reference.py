@@ -21,8 +21,8 @@ _ROW_CHUNK = 256  # rows of attention or index scoring at a time; bounds the tra
 
 
 def _round(x: Tensor) -> Tensor:
-    """float64 -> bf16 by way of float32, as an fp32 accumulator is stored."""
-    return x.to(torch.float32).to(torch.bfloat16)
+    """float64 -> bf16. torch goes by way of float32, which is how an fp32 accumulator is stored."""
+    return x.to(torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -127,10 +127,13 @@ def hc_split(
     post = 2 * torch.sigmoid(mixes[:, copies : 2 * copies] * scale[1] + base[copies : 2 * copies])
     comb = (mixes[:, 2 * copies :] * scale[2] + base[2 * copies :]).view(-1, copies, copies)
     comb = torch.softmax(comb, -1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    # Sums as products with a matrix of ones: each normalisation is two operations on a tiny tensor.
+    ones = torch.ones(copies, copies, dtype=torch.float64).expand_as(comb)
+    guard = torch.full((), eps, dtype=torch.float64).expand_as(comb)
+    comb = comb / torch.baddbmm(guard, ones, comb)  # columns
     for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb = comb / torch.baddbmm(guard, comb, ones)  # rows
+        comb = comb / torch.baddbmm(guard, ones, comb)
     return pre.to(torch.float32), post.to(torch.float32), comb.to(torch.float32)
 
 
@@ -143,20 +146,21 @@ def hc_mixes(stream: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def hc_collapse(stream: Tensor, pre: Tensor) -> Tensor:
     """Σ_j pre[j]·stream[j]: bf16 [T, C, M], float32 [T, C] -> bf16 [T, M]."""
-    return _weighted_copies(pre, stream).to(torch.bfloat16)
+    return _sum_copies(pre[..., None] * stream.to(torch.float32)).to(torch.bfloat16)
 
 
 def hc_expand(output: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """post[k]·output + Σ_j comb[j, k]·stream[j] -> bf16 [T, C, M]; the first index of comb is the source copy."""
-    mixed = torch.stack([_weighted_copies(comb[:, :, k], stream) for k in range(comb.shape[2])], 1)
-    return (post[..., None] * output.to(torch.float32)[:, None] + mixed).to(torch.bfloat16)
+    weighted = comb[..., None] * stream.to(torch.float32)[:, :, None]  # (T, source, target, M)
+    return (post[..., None] * output.to(torch.float32)[:, None] + _sum_copies(weighted)).to(torch.bfloat16)
 
 
-def _weighted_copies(weights: Tensor, stream: Tensor) -> Tensor:
-    """Σ_j weights[j]·stream[j] in float32, copies in order: few enough terms to fix the order as published."""
-    total = weights[:, 0, None] * stream[:, 0].to(torch.float32)
-    for j in range(1, stream.shape[1]):
-        total = total + weights[:, j, None] * stream[:, j].to(torch.float32)
+def _sum_copies(weighted: Tensor) -> Tensor:
+    """Σ over dim 1 in float32, copies in order: few enough terms to keep the published order."""
+    first, *others = weighted.unbind(1)
+    total = first
+    for other in others:
+        total = total + other
     return total
 
 
