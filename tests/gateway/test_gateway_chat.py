@@ -40,7 +40,11 @@ async def test_plain_answer() -> None:
     async with chatting(says(ANSWER)) as (client, engine):
         answer = await ask(client)
     choice = answer.choices[0]
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        ANSWER,
+        "stop",
+    )
     assert (answer.object, answer.model) == ("chat.completion", MODEL)
     assert answer.id == engine.requests[0].request_id
     assert answer._request_id == answer.id
@@ -99,7 +103,9 @@ def test_sync_client() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (100,)])
-@pytest.mark.parametrize("control", ["<｜begin▁of▁sentence｜>", EOS, "<｜User｜>", "<｜Assistant｜>", "<think>"])
+@pytest.mark.parametrize(
+    "control", ["<｜begin▁of▁sentence｜>", EOS, "<｜User｜>", "<｜Assistant｜>", "<think>"]
+)
 async def test_control_tokens_are_counted_and_never_shown(control: str, sizes: tuple[int, ...]) -> None:
     script = Script(ids(f"one{control} two{EOS}"), chunk_sizes=sizes)
     async with chatting(script) as (client, _):
@@ -168,7 +174,12 @@ async def test_sampling_fields_reach_the_engine_as_given() -> None:
     async with chatting(says("ok")) as (client, engine):
         for thinking in ({"type": "disabled"}, {"type": "enabled"}):
             await ask(
-                client, temperature=0.3, top_p=0.4, seed=11, max_tokens=9, extra_body={"thinking": thinking, **extra}
+                client,
+                temperature=0.3,
+                top_p=0.4,
+                seed=11,
+                max_tokens=9,
+                extra_body={"thinking": thinking, **extra},
             )
         await ask(client)
         await ask(client, extra_body={"top_k": -1, **CHAT})
@@ -176,7 +187,13 @@ async def test_sampling_fields_reach_the_engine_as_given() -> None:
     assert chat == thinking_on, "the library would force temperature 1 and lift top_p in thinking mode"
     assert (chat.temperature, chat.top_p, chat.top_k, chat.min_p, chat.seed) == (0.3, 0.4, 7, 0.1, 11)
     assert (chat.max_tokens, chat.ignore_eos, chat.stop_token_ids) == (9, True, (5, 6))
-    assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.seed) == (1.0, 1.0, 0, 0.0, None)
+    assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.seed) == (
+        1.0,
+        1.0,
+        0,
+        0.0,
+        None,
+    )
     assert (silent.ignore_eos, silent.stop_token_ids, silent.logprobs) == (False, (), None)
     assert top_k_off.top_k == 0
 

@@ -75,7 +75,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+    ),
     ({"tools": [*TOOLS, *TOOLS]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
@@ -103,7 +106,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def post(engine: ScriptedEngine, body: bytes | dict[str, Any], **changes: Any) -> tuple[int, dict[str, Any]]:
+async def post(
+    engine: ScriptedEngine, body: bytes | dict[str, Any], **changes: Any
+) -> tuple[int, dict[str, Any]]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with (
         requesting(engine, **changes) as (session, url),
@@ -119,7 +124,7 @@ async def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str
     engine = ScriptedEngine(says("never"))
     status, error = await post(engine, BODY | fields)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert param.split("[")[0].split(".")[0] in error["message"] or param in ("tools", "messages")
+    assert param in error["message"], "many clients show the message and nothing else"
     assert engine.requests == []
 
 

@@ -89,7 +89,8 @@ async def test_images_follow_their_placeholders_when_tool_results_are_reordered(
     """The publisher's library sorts tool results by their calls; the images must move along."""
     first, second, third = (encoded(20 + grey, 20, grey=grey) for grey in (1, 2, 3))
     calls = [
-        {"id": name, "type": "function", "function": {"name": "weather", "arguments": "{}"}} for name in ("a", "b")
+        {"id": name, "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        for name in ("a", "b")
     ]
     messages = [
         *looking_at(image_part(data_url(first))),

@@ -42,7 +42,10 @@ def streamed_calls(chunks: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     for chunk in chunks:
         for delta in chunk.choices[0].delta.tool_calls or []:
             name, arguments = calls.get(delta.index, ("", ""))
-            calls[delta.index] = (name or delta.function.name or "", arguments + (delta.function.arguments or ""))
+            calls[delta.index] = (
+                name or delta.function.name or "",
+                arguments + (delta.function.arguments or ""),
+            )
             if delta.id:
                 assert delta.index not in ids, "an id comes once"
                 ids[delta.index] = delta.id

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
+from deskfleet_engram.geometry import EngramGeometry
 from deskfleet_engram.hashing import hash_ids
 
 
@@ -100,7 +101,14 @@ class Batch:
 class BatchBuilder:
     """Builds batches for one configuration and cache size."""
 
-    def __init__(self, config: ModelConfig, geometry: object, *, pad_compressed_id: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        geometry: EngramGeometry | None,
+        *,
+        pad_compressed_id: int,
+        max_model_len: int,
+    ) -> None:
         self._config = config
         self._geometry = geometry
         self._pad_id = pad_compressed_id
@@ -134,7 +142,7 @@ class BatchBuilder:
         )
 
     def _hash(self, segment: Segment) -> np.ndarray:
-        if not self._config.engram_layer_ids:
+        if self._geometry is None:
             return np.zeros((segment.num_tokens, 0, 0), np.int64)
         ids = np.concatenate((segment.compressed_history, segment.compressed_ids)).astype(np.int64)
         history = len(segment.compressed_history)

@@ -92,7 +92,9 @@ class EngineClient:
         self.options = options or EngineOptions()
         self._on_load = on_load
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
-        ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuse an impossible layout before starting
+        ShardPlan(
+            checkpoint.config, Layout(self.options.tp_size)
+        )  # refuse an impossible layout before starting
         self._tokenizer = Tokenizer.from_file(str(checkpoint.directory / "tokenizer.json"))
         self._ranks: list[_Rank] = []
         self._pending: dict[str, _Pending] = {}
@@ -143,7 +145,9 @@ class EngineClient:
         async with contextlib.aclosing(self._run(message)) as outputs:
             async for output in outputs:
                 assert output.logits is not None
-                rows.append(np.frombuffer(output.logits, np.float32).reshape(-1, self.checkpoint.config.vocab_size))
+                rows.append(
+                    np.frombuffer(output.logits, np.float32).reshape(-1, self.checkpoint.config.vocab_size)
+                )
                 if output.finish_reason is not None:
                     break
         return np.concatenate(rows)
@@ -372,7 +376,9 @@ def expand_spans(
     """
     found = token_ids.count(image_token_id)
     if found != len(images):
-        raise RequestError(f"prompt has {found} image placeholders but {len(images)} images", param="messages")
+        raise RequestError(
+            f"prompt has {found} image placeholders but {len(images)} images", param="messages"
+        )
     expanded: list[int] = []
     inside = bytearray()
     remaining = iter(images)

@@ -88,7 +88,9 @@ class EngineCore:
         if not np.isfinite(logits).all():
             self._finish(request)
             bad = int(np.count_nonzero(~np.isfinite(logits)))
-            error = f"{bad} logits of this request are not finite at position {request.num_computed_tokens - 1}"
+            error = (
+                f"{bad} logits of this request are not finite at position {request.num_computed_tokens - 1}"
+            )
             return RequestOutput(request.request_id, error=error)
         if request.score:
             done = request.num_uncomputed_tokens == 0

@@ -33,7 +33,9 @@ def prepare_image(data: bytes, vision: VisionConfig) -> PreparedImage:
         with Image.open(io.BytesIO(data)) as opened:
             image = opened.convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(f"cannot decode an image of {len(data)} bytes: {error}", param="messages") from error
+        raise RequestError(
+            f"cannot decode an image of {len(data)} bytes: {error}", param="messages"
+        ) from error
     width, height = image.size
     grid = plan_image(width, height, vision)
     size = (grid.width_px, grid.height_px)

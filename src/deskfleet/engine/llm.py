@@ -1,8 +1,8 @@
 """`LLM`: the engine as a plain object. Owns one background event loop; the work is the client's.
 
-    with LLM("checkpoint/", tp_size=2) as llm:
-        for completion in llm.generate(["The river"], SamplingParams(temperature=0, max_tokens=16)):
-            print(completion.text)
+with LLM("checkpoint/", tp_size=2) as llm:
+    for completion in llm.generate(["The river"], SamplingParams(temperature=0, max_tokens=16)):
+        print(completion.text)
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ class Control:
             stop = messages.LENGTH_BYTES + messages.frame_length(bytes(self._buffer[: messages.LENGTH_BYTES]))
             if len(self._buffer) < stop:
                 break
-            commands.append(messages.command_decoder.decode(bytes(self._buffer[messages.LENGTH_BYTES : stop])))
+            commands.append(
+                messages.command_decoder.decode(bytes(self._buffer[messages.LENGTH_BYTES : stop]))
+            )
             del self._buffer[:stop]
         return commands
 
@@ -92,7 +94,7 @@ def token_map(checkpoint: Checkpoint) -> np.ndarray:
     path = checkpoint.directory / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 — tokenizers raises bare Exception for every bad file
+    except Exception as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     compressed = compressed_token_map(tokenizer)
     if checkpoint.config.engram_layer_ids:
@@ -195,7 +197,7 @@ def main(path: str) -> int:
     except (DeskfleetError, EngramError) as error:
         control.send(messages.Failed(spec.rank, str(error), is_peer_loss=False))
         return DeskfleetError.exit_code
-    except Exception as error:  # noqa: BLE001 — the rank supervisor's boundary: report, then exit
+    except Exception as error:
         control.send(messages.Failed(spec.rank, f"{type(error).__name__}: {error}", _is_peer_loss(error)))
         if not _is_peer_loss(error):
             raise

@@ -54,7 +54,10 @@ class ModelRunner:
         self.comm = comm
         self.limits = limits
         options = {} if allocate is None else {"allocate": allocate}
-        with torch.inference_mode(), ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader:
+        with (
+            torch.inference_mode(),
+            ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader,
+        ):
             self.model = V41Model(reader, comm)
             self.drafts = DraftModel(reader, comm, self.model.vocabulary) if with_drafts else None
             # Only rank 0 encodes images: the others receive the rows, so that all continue from the same bits.
@@ -73,9 +76,7 @@ class ModelRunner:
         """Rank 0: run one step everywhere. Returns logits float32 [R, V] of `logit_rows`."""
         count = 0 if image_rows is None else len(image_rows)
         if self.comm.size > 1:
-            message = messages.StepMessage(
-                tuple(_to_message(s) for s in segments), tuple(logit_rows), count
-            )
+            message = messages.StepMessage(tuple(_to_message(s) for s in segments), tuple(logit_rows), count)
             self.comm.broadcast_bytes(messages.encode(message))
             if image_rows is not None:
                 self.comm.broadcast(image_rows.contiguous())
@@ -118,7 +119,9 @@ class ModelRunner:
         self.comm.leave()
 
     @torch.inference_mode()
-    def _run(self, segments: Sequence[Segment], logit_rows: Sequence[int], image_rows: Tensor | None) -> Tensor:
+    def _run(
+        self, segments: Sequence[Segment], logit_rows: Sequence[int], image_rows: Tensor | None
+    ) -> Tensor:
         batch = self.builder.build(segments, image_rows)
         output = self.model.forward(batch, self.cache)
         if self.drafts is not None:

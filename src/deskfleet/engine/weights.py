@@ -21,7 +21,13 @@ from deskfleet.errors import CheckpointError
 from deskfleet.model.checkpoint import Checkpoint, TensorInfo
 from deskfleet.model.layout import ShardPlan, TensorShard
 
-_NUMPY_DTYPES = {"BF16": np.uint16, "F32": np.float32, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "I8": np.uint8}
+_NUMPY_DTYPES = {
+    "BF16": np.uint16,
+    "F32": np.float32,
+    "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
+    "I8": np.uint8,
+}
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
@@ -139,7 +145,9 @@ class ShardReader:
             try:
                 count = os.preadv(descriptor, [view[done:]], info.offset_bytes + skip_bytes + done)
             except OSError as error:
-                raise CheckpointError(f"cannot read {info.name} from {info.path}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"cannot read {info.name} from {info.path}: {error.strerror}"
+                ) from error
             if count == 0:
                 raise CheckpointError(
                     f"{info.path} ended {len(view) - done} bytes early while reading {info.name}",

@@ -69,6 +69,8 @@ def describe_failure(error: Exception) -> Failure:
 
 def _invalid(error: RequestError, *, status: int, code: str | None) -> Failure:
     message = f"{error.message}; {error.hint}" if error.hint else error.message
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"  # many clients show the message and nothing else
     return Failure(status, message, "invalid_request_error", param=error.param, code=code)
 
 

@@ -66,7 +66,7 @@ class TinySizes:
     num_nextn_predict_layers: int = 3
     dspark_block_size: int = 5
     dspark_target_layer_ids: tuple[int, ...] = ()
-    dspark_markov_rank: int = 32
+    dspark_markov_rank: int = 64
     dspark_n_routed_experts: int = 8
     dspark_num_experts_per_tok: int = 2
     vision_num_hidden_layers: int = 2

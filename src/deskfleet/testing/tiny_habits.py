@@ -58,7 +58,7 @@ class Habits:
 
 
 def draw_habits(text_ids: Sequence[int], vocab_size: int, special: SpecialIds, *, seed: int) -> Habits:
-    """Draw the walk over `text_ids`; every other id leads to a few places of the answer chain.
+    """Draw the walk over `text_ids`; every other id leads to a place in the answer chain.
 
     The noise token has no successor: at its positions the drafts' own head decides.
     """
@@ -72,7 +72,7 @@ def draw_habits(text_ids: Sequence[int], vocab_size: int, special: SpecialIds, *
     linked = {token for token, _ in pairs} | {special.noise}
     for token in range(vocab_size):
         if token not in linked:
-            pairs += [(token, answer[at]) for at in _permutation(generator, len(answer))[:_NUM_BRANCHES]]
+            pairs.append((token, answer[_permutation(generator, len(answer))[0]]))
     return Habits(np.array(pairs, dtype=np.int64))
 
 

@@ -81,7 +81,7 @@ def _bf16_values(
     if name == "head.weight":
         embed_name, boost = "embed.weight", 12.0
     elif name.endswith(".markov_head.head.weight"):
-        embed_name, boost = name.replace(".head.weight", ".embed.weight"), 14.0
+        embed_name, boost = name.replace(".head.weight", ".embed.weight"), 12.0
     else:
         return _stored(name, specs[name], seed)
     noise = _normal(name, specs[name].shape, seed) * np.float32(0.08)

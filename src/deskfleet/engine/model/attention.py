@@ -24,7 +24,9 @@ from deskfleet.model.layers import LayerPlan
 class Attention:
     """Multi-query attention over one shared latent that is both key and value."""
 
-    def __init__(self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator
+    ) -> None:
         prefix = f"{layer.prefix}.attn"
         self.config = config
         self.layer = layer

@@ -45,7 +45,9 @@ class HyperConnection:
 class Block:
     """Attention and MoE of one layer around a residual stream of C copies."""
 
-    def __init__(self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator
+    ) -> None:
         self.config = config
         self.layer = layer
         self.attn_norm = reader.bf16(f"{layer.prefix}.attn_norm.weight")

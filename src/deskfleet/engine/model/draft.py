@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ class DraftModel:
         stream, pre = enter(self.vocabulary.embed(ids.flatten()), self.config.hc_mult)
         for block in self.blocks:
             stream, pre = block.forward(
-                stream, pre, lambda x, a=block.attention: attend(a, x), None, recorder or _ignore
+                stream, pre, partial(attend, block.attention), None, recorder or _ignore
             )
         return self._decode_chain(ops.hc_collapse(stream, pre).unflatten(0, (-1, length)), token_ids, choose)
 

@@ -25,7 +25,9 @@ from deskfleet_engram.portable import PortableStore, RowSource
 class Engram:
     """Adds a gated n-gram row lookup to the stream before a block."""
 
-    def __init__(self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator
+    ) -> None:
         prefix = f"{layer.prefix}.engram"
         weight = reader.checkpoint.tensors[f"{prefix}.embed.weight"]
         scale = reader.checkpoint.tensors[f"{prefix}.embed.scale"]
@@ -74,7 +76,10 @@ class Engram:
         rows = self.rows(step.batch.engram_ids[:, self.position])
         projected = ops.quantized_linear(rows.flatten(1), self.wkv)
         copies, width = stream.shape[1:]
-        key, value = projected[:, : copies * width].unflatten(1, (copies, width)), projected[:, copies * width :]
+        key, value = (
+            projected[:, : copies * width].unflatten(1, (copies, width)),
+            projected[:, copies * width :],
+        )
         alive = ~step.batch.image_mask
         output = ops.engram_gate(stream, key, value, self.gate_weight, alive, self.config.rms_norm_eps)
         step.record(f"{self.layer.prefix}.engram_in", stream)

@@ -17,7 +17,9 @@ from deskfleet.model.layers import LayerPlan
 class MoE:
     """Top-k routed experts, whole experts per rank, plus one shared expert on every rank."""
 
-    def __init__(self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator
+    ) -> None:
         prefix = f"{layer.prefix}.ffn"
         plan, rank = reader.plan, reader.rank
         self.config = config

@@ -23,7 +23,9 @@ from deskfleet.model.config import ModelConfig
 class VocabularyShard:
     """Vocabulary-parallel embedding and head: this rank's rows, padded at the end."""
 
-    def __init__(self, config: ModelConfig, reader: ShardReader, comm: Communicator, embed: str, head: str) -> None:
+    def __init__(
+        self, config: ModelConfig, reader: ShardReader, comm: Communicator, embed: str, head: str
+    ) -> None:
         self.comm = comm
         self.vocab_size = config.vocab_size
         held = reader.plan.vocab_range(reader.rank)

@@ -24,9 +24,13 @@ class VisionTower:
         self.config = config
         self.patch_weight = reader.wide("vision.patch_embed.proj.weight")  # (Mᵥ, 3·14·14)
         self.patch_bias = reader.wide("vision.patch_embed.proj.bias")
-        self.blocks = [VisionBlock(config, f"vision.blocks.{b}", reader) for b in range(config.num_hidden_layers)]
+        self.blocks = [
+            VisionBlock(config, f"vision.blocks.{b}", reader) for b in range(config.num_hidden_layers)
+        ]
         self.norm = reader.bf16("vision.norm.weight")
-        self.aligner = [(reader.wide(f"aligner.{n}.weight"), reader.wide(f"aligner.{n}.bias")) for n in ("w1", "w2")]
+        self.aligner = [
+            (reader.wide(f"aligner.{n}.weight"), reader.wide(f"aligner.{n}.bias")) for n in ("w1", "w2")
+        ]
         self.delimiters = {
             SpanToken.start: reader.bf16("image_start"),
             SpanToken.newline: reader.bf16("image_newline"),

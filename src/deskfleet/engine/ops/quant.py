@@ -24,7 +24,8 @@ def pow2_ceil(value: Tensor) -> Tensor:
 
 
 def _groups(x: Tensor, block: int) -> Tensor:
-    return x.to(torch.float32).unflatten(-1, (-1, block))
+    grouped: Tensor = x.to(torch.float32).unflatten(-1, (-1, block))
+    return grouped
 
 
 def _fp8_scale(groups: Tensor) -> Tensor:

@@ -240,7 +240,9 @@ def expert_activation(gate: Tensor, up: Tensor, limit: float, route_weight: Tens
     return activated.to(torch.bfloat16)
 
 
-def engram_gate(stream: Tensor, key: Tensor, value: Tensor, weight: Tensor, alive: Tensor, eps: float) -> Tensor:
+def engram_gate(
+    stream: Tensor, key: Tensor, value: Tensor, weight: Tensor, alive: Tensor, eps: float
+) -> Tensor:
     """Add the gated Engram value to each copy (spec §7.5).
 
     stream bf16 [T, C, M], key bf16 [T, C, M], value bf16 [T, M], weight float64 [C, M] (q·k), alive bool [T]
