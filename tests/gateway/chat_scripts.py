@@ -1,5 +1,7 @@
-"""What the scripted engine says in these tests, and how the tests talk to it. Text is encoded with the tokenizer
-of the tiny checkpoint, so that ids mean something to the gateway."""
+"""What the scripted engine says in these tests, and how the tests talk to it.
+
+Text is encoded with the tokenizer of the tiny checkpoint, so that ids mean something to the gateway.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +71,11 @@ def call_markup(*calls: tuple[str, dict[str, tuple[str, bool]]]) -> str:
     """Tool calls as the model writes them; each argument is (text, whether it is a string)."""
     invokes = []
     for name, arguments in calls:
-        parameters = [
-            f'<｜DSML｜ parameter name="{key}" string="{"true" if is_string else "false"}">{value}</｜DSML｜ parameter>'
-            for key, (value, is_string) in arguments.items()
-        ]
-        invokes.append("\n".join([f'<｜DSML｜ invoke name="{name}">', *parameters, "</｜DSML｜ invoke>"]))
+        lines = [f'<｜DSML｜ invoke name="{name}">']
+        for key, (value, is_string) in arguments.items():
+            kind = "true" if is_string else "false"
+            lines.append(f'<｜DSML｜ parameter name="{key}" string="{kind}">{value}</｜DSML｜ parameter>')
+        invokes.append("\n".join([*lines, "</｜DSML｜ invoke>"]))
     return "\n\n" + "\n".join(["<｜DSML｜ calls>", *invokes, "</｜DSML｜ calls>"])
 
 

@@ -109,23 +109,27 @@ async def test_a_running_request_shows_in_the_gauges() -> None:
 
 async def test_streams_are_not_to_be_buffered() -> None:
     body = {"model": MODEL, "messages": HELLO, "stream": True, **CHAT}
-    async with requesting(ScriptedEngine(Script(ids("a b c"), delay_s=60.0))) as (session, url):
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-            assert response.content_type == "text/event-stream"
-            assert response.headers["X-Accel-Buffering"] == "no"
-            assert response.headers["Cache-Control"] == "no-cache"
-            async with asyncio.timeout(5):  # the first token does not wait for the second
-                first = await response.content.readuntil(b"\n\n")
-                second = await response.content.readuntil(b"\n\n")
+    async with (
+        requesting(ScriptedEngine(Script(ids("a b c"), delay_s=60.0))) as (session, url),
+        session.post(f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.content_type == "text/event-stream"
+        assert response.headers["X-Accel-Buffering"] == "no"
+        assert response.headers["Cache-Control"] == "no-cache"
+        async with asyncio.timeout(5):  # the first token does not wait for the second
+            first = await response.content.readuntil(b"\n\n")
+            second = await response.content.readuntil(b"\n\n")
     assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"]["role"] == "assistant"
     assert json.loads(second.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == "a"
 
 
 async def test_a_complete_stream_ends_with_done() -> None:
     body = {"model": MODEL, "messages": HELLO, "stream": True, **CHAT}
-    async with requesting(ScriptedEngine(says("abc"))) as (session, url):
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-            assert (await response.text()).endswith("\n\ndata: [DONE]\n\n")
+    async with (
+        requesting(ScriptedEngine(says("abc"))) as (session, url),
+        session.post(f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        assert (await response.text()).endswith("\n\ndata: [DONE]\n\n")
 
 
 async def test_listens_on_the_loopback_only_unless_told_otherwise() -> None:

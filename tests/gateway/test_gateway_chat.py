@@ -55,14 +55,16 @@ async def test_plain_answer() -> None:
 
 async def test_streams_say_the_same_for_every_chunking() -> None:
     answer = says(ANSWER)
-    for sizes in every_chunking(len(answer.token_ids)):
-        async with chatting(Script(answer.token_ids, chunk_sizes=sizes)) as (client, _):
+    chunkings = every_chunking(len(answer.token_ids))
+    queue = iter(chunkings)
+    async with chatting(lambda request: Script(answer.token_ids, chunk_sizes=next(queue))) as (client, _):
+        for sizes in chunkings:
             chunks = await ask_streaming(client)
-        assert joined(chunks, "content") == ANSWER, sizes
-        assert finish_reasons(chunks) == ["stop"], sizes
-        assert [chunk.object for chunk in chunks] == ["chat.completion.chunk"] * len(chunks)
-        assert len({chunk.id for chunk in chunks}) == 1
-        assert chunks[0].choices[0].delta.role == "assistant"
+            assert joined(chunks, "content") == ANSWER, sizes
+            assert finish_reasons(chunks) == ["stop"], sizes
+            assert [chunk.object for chunk in chunks] == ["chat.completion.chunk"] * len(chunks)
+            assert len({chunk.id for chunk in chunks}) == 1
+            assert chunks[0].choices[0].delta.role == "assistant"
 
 
 async def test_one_token_per_chunk_is_sent_as_one_event_per_readable_piece() -> None:

@@ -83,7 +83,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "required", **{"thinking": {"type": "enabled"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "thinking": {"type": "enabled"}}, "tool_choice"),
     ({"response_format": {"type": "regex", "regex": "a+"}}, "response_format.type"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     (
@@ -149,9 +149,11 @@ async def test_the_client_sees_the_field_and_the_known_values() -> None:
     ],
 )
 async def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
-    async with requesting(ScriptedEngine(says("ok"))) as (session, url):
-        async with session.post(f"{url}/v1/chat/completions", json=BODY | fields) as response:
-            assert response.status == 200, await response.text()
+    async with (
+        requesting(ScriptedEngine(says("ok"))) as (session, url),
+        session.post(f"{url}/v1/chat/completions", json=BODY | fields) as response,
+    ):
+        assert response.status == 200, await response.text()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"model": "a', b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000])
@@ -220,13 +222,15 @@ async def test_a_body_over_the_limit_is_refused() -> None:
     ],
 )
 async def test_wrong_routes_and_methods(method: str, path: str, status: int, code: str) -> None:
-    async with requesting(ScriptedEngine(says("never"))) as (session, url):
-        async with session.request(method, url + path) as response:
-            assert response.status == status
-            error = (await response.json())["error"]
-            assert (error["type"], error["code"]) == ("invalid_request_error", code)
-            assert error["message"]
-            assert ("Allow" in response.headers) == (status == 405)
+    async with (
+        requesting(ScriptedEngine(says("never"))) as (session, url),
+        session.request(method, url + path) as response,
+    ):
+        assert response.status == status
+        error = (await response.json())["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", code)
+        assert error["message"]
+        assert ("Allow" in response.headers) == (status == 405)
 
 
 DEATHS: list[tuple[Callable[[], Exception], str]] = [
@@ -247,7 +251,7 @@ async def test_an_engine_that_dies_before_the_first_token(
         assert raised.value.status_code == 503
         assert sentence in raised.value.message
         assert engine.failure == sentence
-        with pytest.raises(openai.InternalServerError, match="engine|rank") as again:
+        with pytest.raises(openai.InternalServerError, match=r"engine|rank") as again:
             await ask(client)
         assert (again.value.status_code, again.value.code) == (503, "engine_failed")
 
@@ -255,12 +259,16 @@ async def test_an_engine_that_dies_before_the_first_token(
 @pytest.mark.parametrize(("death", "sentence"), DEATHS, ids=["engine", "rank"])
 async def test_an_engine_that_dies_mid_stream(death: Callable[[], Exception], sentence: str) -> None:
     script = Script(ids(LONG), failure=death(), fail_after=3)
-    heard = []
+    heard: list[Any] = []
+
+    async def listen(stream: Any) -> None:
+        async for chunk in stream:
+            heard.append(chunk)
+
     async with chatting(script) as (client, engine):
         stream = await ask(client, stream=True)
         with pytest.raises(openai.APIError) as raised:
-            async for chunk in stream:
-                heard.append(chunk)
+            await listen(stream)
         assert sentence in raised.value.message
         assert len(heard) >= 2, "what was said before stays said"
         assert engine.failure == sentence
@@ -268,10 +276,12 @@ async def test_an_engine_that_dies_mid_stream(death: Callable[[], Exception], se
 
 async def test_a_stream_that_fails_ends_with_an_error_event_and_no_done() -> None:
     script = Script(ids(LONG), failure=RankDied(0, "raised ValueError"), fail_after=2)
-    async with requesting(ScriptedEngine(script)) as (session, url):
-        async with session.post(f"{url}/v1/chat/completions", json=BODY | {"stream": True}) as response:
-            assert response.status == 200
-            events = (await response.text()).strip().split("\n\n")
+    async with (
+        requesting(ScriptedEngine(script)) as (session, url),
+        session.post(f"{url}/v1/chat/completions", json=BODY | {"stream": True}) as response,
+    ):
+        assert response.status == 200
+        events = (await response.text()).strip().split("\n\n")
     error = json.loads(events[-1].removeprefix("data: "))["error"]
     assert (error["type"], error["code"]) == ("server_error", "engine_failed")
     assert error["message"] == "rank 0 raised ValueError; the group was stopped"

@@ -34,13 +34,15 @@ async def test_reasoning_and_content_apart() -> None:
 
 
 async def test_reasoning_streams_apart_for_every_chunking() -> None:
-    script = says(REASONED)
-    for sizes in every_chunking(len(script.token_ids)):
-        async with chatting(Script(script.token_ids, chunk_sizes=sizes)) as (client, _):
+    answer = says(REASONED)
+    chunkings = every_chunking(len(answer.token_ids))
+    queue = iter(chunkings)
+    async with chatting(lambda request: Script(answer.token_ids, chunk_sizes=next(queue))) as (client, _):
+        for sizes in chunkings:
             chunks = await ask_streaming(client, extra_body=THINK)
-        assert joined(chunks, "reasoning_content") == "Two and two.\n\nHm, €.", sizes
-        assert joined(chunks, "content") == "It is four.", sizes
-        assert finish_reasons(chunks) == ["stop"], sizes
+            assert joined(chunks, "reasoning_content") == "Two and two.\n\nHm, €.", sizes
+            assert joined(chunks, "content") == "It is four.", sizes
+            assert finish_reasons(chunks) == ["stop"], sizes
 
 
 async def test_no_reasoning_when_thinking_is_off() -> None:

@@ -68,16 +68,15 @@ async def test_calls(markup: str) -> None:
 
 @pytest.mark.parametrize("markup", [WEATHER, TWO_CALLS], ids=["one", "two"])
 async def test_streamed_deltas_reassemble_for_every_chunking(markup: str) -> None:
-    script = says(f"Let me see.{markup}")
-    sizes = iter(every_chunking(40))
-    scripts = [Script(script.token_ids, chunk_sizes=size) for size in sizes]
-    queue = iter(scripts)
-    async with chatting(lambda request: next(queue)) as (client, _):
-        for each in scripts:
+    answer = says(f"Let me see.{markup}")
+    chunkings = every_chunking(len(answer.token_ids))
+    queue = iter(chunkings)
+    async with chatting(lambda request: Script(answer.token_ids, chunk_sizes=next(queue))) as (client, _):
+        for sizes in chunkings:
             chunks = await ask_streaming(client, tools=TOOLS)
-            assert streamed_calls(chunks) == EXPECTED[markup], each.chunk_sizes
-            assert joined(chunks, "content") == "Let me see.", each.chunk_sizes
-            assert finish_reasons(chunks) == ["tool_calls"], each.chunk_sizes
+            assert streamed_calls(chunks) == EXPECTED[markup], sizes
+            assert joined(chunks, "content") == "Let me see.", sizes
+            assert finish_reasons(chunks) == ["tool_calls"], sizes
 
 
 @pytest.mark.parametrize("fields", [{"extra_body": CHAT}, {"extra_body": THINK}], ids=["chat", "thinking"])

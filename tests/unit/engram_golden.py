@@ -1,4 +1,7 @@
-"""Reads the golden files for the Engram tests: raw arrays by name, without torch (bf16 comes as float32)."""
+"""Reads safetensors files for tests, the golden ones above all: arrays by name, without torch.
+
+BF16 comes as float32; FP8, E8M0 and packed FP4 come as bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
-_DTYPES = {"I64": "<i8", "I32": "<i4", "U8": "u1", "F32": "<f4", "F8_E4M3": "u1", "F8_E8M0": "u1"}
+_DTYPES = {"I64": "<i8", "I32": "<i4", "U8": "u1", "I8": "u1", "F32": "<f4", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 
 
 def header(path: Path) -> tuple[dict[str, dict[str, object]], int]:
@@ -23,7 +26,11 @@ def header(path: Path) -> tuple[dict[str, dict[str, object]], int]:
 
 def read(path: str, name: str) -> NDArray[np.generic]:
     """Return one tensor of a golden file."""
-    file = GOLDEN / path
+    return read_tensor(GOLDEN / path, name)
+
+
+def read_tensor(file: Path, name: str) -> NDArray[np.generic]:
+    """Return one tensor of any safetensors file."""
     entries, data = header(file)
     entry = entries[name]
     begin, end = entry["data_offsets"]

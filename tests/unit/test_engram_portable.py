@@ -69,7 +69,7 @@ def test_rows_of_the_reference_model(layer: int, position: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(-1, 12385) | st.integers(100, 110), max_size=30))
+@given(ids=st.lists(st.just(-1) | st.integers(0, 12385) | st.integers(100, 110), max_size=30))
 def test_gather_equals_indexing_the_table(ids: list[int]) -> None:
     codes_table, scales_table = table_of(1)
     row_ids = np.array(ids, dtype=np.int64)

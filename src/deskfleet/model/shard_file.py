@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +91,11 @@ def read_shard_header(path: Path) -> tuple[ShardHeader | None, list[CheckpointEr
 
 def _read_header_text(path: Path) -> tuple[int, bytes]:
     """Return the file's size and its header. Raises OSError, or CheckpointError when there is no header."""
+    # Before opening: a named pipe would keep us waiting for a writer.
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is not a regular file")
     with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path.name} is not a regular file")
         if status.st_size < _LENGTH_BYTES:
             raise CheckpointError(
                 f"{path.name} has {status.st_size} bytes, too few for a safetensors file", hint=_FETCH_AGAIN

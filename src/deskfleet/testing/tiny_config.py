@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from deskfleet.errors import ConfigError
 from deskfleet.testing import tiny_tokenizer
-from deskfleet_engram import EngramError, EngramSpec, compressed_token_map, table_rows
+from deskfleet_engram import EngramSpec, compressed_token_map, table_rows
 
 _NUM_WINDOW_LAYERS = 2
 _MIN_LAYERS = 4  # two window-only ones, one of each ratio
@@ -82,8 +82,8 @@ class TinySizes:
 def published_config(sizes: TinySizes, tokenizer: Tokenizer) -> dict[str, object]:
     """Return config.json of `sizes` in the published (nested) layout.
 
-    Raises ConfigError when the sizes leave no room for the layer roles or for the Engram tables. Whether they
-    agree with each other is `ModelConfig`'s business.
+    Raises ConfigError when the layers are too few for their roles. Whether the values agree with each other is
+    `ModelConfig`'s business.
     """
     published: dict[str, object] = {
         "architectures": ["DeepseekV41ForCausalLM"],
@@ -203,12 +203,8 @@ def _engram(sizes: TinySizes, tokenizer: Tokenizer, layer_ids: Sequence[int]) ->
         pad_token_id=pad_token_id,
         compressed_vocab_size=compressed_vocab_size,
     )
-    try:
-        rows = table_rows(spec)
-    except EngramError as error:
-        raise ConfigError(str(error)) from error
     return {
-        "engram_num_embeddings": list(rows),
+        "engram_num_embeddings": list(table_rows(spec)),
         "engram_max_ngram_size": sizes.engram_max_ngram_size,
         "engram_vocab_size": sizes.engram_vocab_size,
         "engram_n_heads": sizes.engram_n_heads,

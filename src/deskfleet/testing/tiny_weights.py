@@ -42,8 +42,8 @@ _SPREADS: tuple[tuple[str, float, float], ...] = (
 _GAINS: tuple[tuple[str, float], ...] = (
     # (pattern, gain): spread of a matrix's outputs for inputs of unit spread. What writes into the stream is
     # kept small against it, so that a rounding difference that flips an expert or a pick moves logits little.
-    (r".*\.attn\.wo_b", 0.3),
-    (r".*\.ffn\.(experts\.\d+|shared_experts)\.w2", 0.12),
+    (r".*\.attn\.wo_b", 0.4),
+    (r".*\.ffn\.(experts\.\d+|shared_experts)\.w2", 0.1),
     (r".*\.engram\.embed", 0.15),
     (r".*\.compressor\.wgate", 1.5),
     (r"vision\.blocks\.\d+\.(attn\.wo|mlp\.w2)", 0.5),

@@ -44,7 +44,9 @@ def hash_ids(
     rows = np.empty((total - start, *geometry.primes.shape), dtype=np.int64)
     for lookback in range(spec.max_ngram_size):
         source = compressed_ids[np.maximum(index - lookback, 0)]
-        blocked |= (index + position < lookback) | (source == DEAD)  # once blocked, older slots stay so
+        # An index below the lookback is before the sequence: any other stretch carries enough history. Once
+        # blocked, older slots stay so.
+        blocked |= (index < lookback) | (source == DEAD)
         slot = np.where(blocked, pad_id, source)
         mixed ^= slot[:, None] * geometry.multipliers[:, lookback]
         if lookback:

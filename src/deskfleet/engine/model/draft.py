@@ -36,6 +36,39 @@ class Proposal:
     confidence: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """What the stages of one proposal share: B blocks of n rows.
+
+    context int64 [B·n, W] flat ring rows before the block; own_block int64 [B·n, n] rows of the same block. Every row
+    sees all of both: the block is bidirectional and nothing slides inside it.
+    """
+
+    rope: tuple[Tensor, Tensor]
+    context: Tensor
+    own_block: Tensor
+    cache: KVCache
+    record: Recorder
+
+    def run(self, block: Block, stream: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+        """One stage: stream bf16 [B·n, C, M], pre [B·n, C] -> the same after it."""
+        self.record(f"{block.layer.prefix}.h_in", stream)
+        return block.forward(stream, pre, partial(self._attend, block.attention), None, self.record)
+
+    def _attend(self, attention: Attention, x: Tensor) -> Tensor:
+        query, low_rank = attention.queries(x, self.rope)
+        rows = attention.window_rows(x, self.rope)  # temporary: a draft's keys never enter the ring
+        ring = self.cache.windows[attention.layer.index].flatten(0, 1)
+        output, attended = attention.core(query, [(ring, self.context), (rows, self.own_block)], self.rope)
+        prefix = attention.layer.prefix
+        self.record(f"{prefix}.qr", low_rank)
+        self.record(f"{prefix}.q_rot", query)
+        self.record(f"{prefix}.window_rows", rows)
+        self.record(f"{prefix}.sparse_out", attended)
+        self.record(f"{prefix}.attn_out", output)
+        return output
+
+
 def argmax(logits: Tensor) -> Tensor:
     """The greedy choice: float32 [B, V] -> int64 [B], ties to the lower id."""
     return logits.argmax(-1)
@@ -82,32 +115,28 @@ class DraftModel:
         recorder: Recorder | None = None,
     ) -> Proposal:
         """Draft a block after the sampled tokens int64 [B], whose predecessors sit at `positions` int64 [B] (§8.4)."""
-        length, noise = self.config.dspark_block_size, self.config.dspark_noise_token_id
-        ids = torch.full((len(token_ids), length), noise)
+        length = self.config.dspark_block_size
+        ids = torch.full((len(token_ids), length), self.config.dspark_noise_token_id)
         ids[:, 0] = token_ids
-        row_positions = (positions[:, None] + 1 + torch.arange(length)).flatten()
-        rope = self.rope.rows(row_positions)
-        context = _ring_index(positions, slots, cache.window_size).repeat_interleave(length, 0)
-        own_block = torch.arange(len(ids) * length).view(-1, length).repeat_interleave(length, 0)
-
-        def attend(attention: Attention, x: Tensor) -> Tensor:
-            query, low_rank = attention.queries(x, rope)
-            rows = attention.window_rows(x, rope)  # temporary: a draft's keys never enter the ring
-            ring = cache.windows[attention.layer.index].flatten(0, 1)
-            output, attended = attention.core(query, [(ring, context), (rows, own_block)], rope)
-            if recorder is not None:
-                recorder(f"{attention.layer.prefix}.qr", low_rank)
-                recorder(f"{attention.layer.prefix}.q_rot", query)
-                recorder(f"{attention.layer.prefix}.sparse_out", attended)
-                recorder(f"{attention.layer.prefix}.attn_out", output)
-            return output
-
+        step = self.begin(positions, slots, cache, recorder)
         stream, pre = enter(self.vocabulary.embed(ids.flatten()), self.config.hc_mult)
         for block in self.blocks:
-            stream, pre = block.forward(
-                stream, pre, partial(attend, block.attention), None, recorder or _ignore
-            )
+            stream, pre = step.run(block, stream, pre)
         return self._decode_chain(ops.hc_collapse(stream, pre).unflatten(0, (-1, length)), token_ids, choose)
+
+    def begin(
+        self, positions: Tensor, slots: Tensor, cache: KVCache, recorder: Recorder | None = None
+    ) -> DraftStep:
+        """Indices of one block per request; positions int64 [B] of the last committed tokens."""
+        length = self.config.dspark_block_size
+        row_positions = (positions[:, None] + 1 + torch.arange(length)).flatten()
+        return DraftStep(
+            rope=self.rope.rows(row_positions),
+            context=_ring_index(positions, slots, cache.window_size).repeat_interleave(length, 0),
+            own_block=torch.arange(len(row_positions)).view(-1, length).repeat_interleave(length, 0),
+            cache=cache,
+            record=recorder or _ignore,
+        )
 
     def _decode_chain(self, x: Tensor, token_ids: Tensor, choose: Choose) -> Proposal:
         """x bf16 [B, n, M]: each position's logits take the bias of the token drafted before it."""

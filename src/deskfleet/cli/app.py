@@ -1,0 +1,120 @@
+"""The command itself: which verbs there are, how errors leave, what the exit code is.
+
+Importing this costs typer and nothing else of weight: a verb's module is imported when the verb is used, so
+`deskfleet --help` answers at once. Exit codes are those of `deskfleet.errors`, plus 0 and 130 (Ctrl-C).
+
+With --json an error is also one JSON object on stdout, `{"error": {"type", "message", "hint", "exit_code"}}`,
+so that a program reads one stream; people get the same on stderr either way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from deskfleet import __version__, env
+from deskfleet.cli import terminal
+from deskfleet.errors import ConfigError, DeskfleetError
+
+VERBS = {
+    "serve": "Serve a checkpoint on an OpenAI-compatible endpoint.",
+    "chat": "Talk to a checkpoint or to a running server.",
+    "inspect": "Say what a checkpoint holds, and what each rank would hold.",
+    "score": "Write the logits of every position of a token sequence.",
+    "make-tiny": "Make a small random checkpoint in the published format.",
+    "demo": "Serve a small checkpoint, ask one question, and stay up.",
+    "bench": "Measure, and keep the numbers with their provenance.",
+}
+"""Each verb and its line in `deskfleet --help`, the first line of its own help."""
+
+CONTEXT = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (by default the process's own) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    as_json = "--json" in words
+    try:
+        terminal.configure_log(env.read_environment(os.environ)[env.LOG_LEVEL.name])
+        result = _build(words)(args=words, prog_name="deskfleet", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except DeskfleetError as error:
+        terminal.report_error(error, as_json=as_json)
+        return error.exit_code
+    except typer.Abort:
+        return _INTERRUPTED
+    except typer.TyperException as error:
+        usage = _describe_usage_error(error)
+        terminal.report_error(usage, as_json=as_json)
+        return usage.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _build(words: Sequence[str]) -> typer.Typer:
+    """Return the application with the verb that `words` names loaded, and only the lines of the others."""
+    app = typer.Typer(
+        name="deskfleet",
+        help="Serve DeepSeek-V4.1-Flash and DeepSeek-V4-Flash from the machines on your desk.",
+        epilog="Results go to stdout, everything else to stderr. Each verb has --help and --json.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=CONTEXT,
+    )
+    app.callback()(_global_flags)
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    for verb, summary in VERBS.items():
+        if verb == wanted:
+            module = importlib.import_module(f"deskfleet.cli.{verb.replace('-', '_')}")
+            module.register(app)
+        else:
+            app.command(verb, help=summary)(_not_loaded)
+    return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("only the verb on the command line is called, and that one is loaded")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"deskfleet {__version__}")
+        raise typer.Exit
+
+
+def _global_flags(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _describe_usage_error(error: typer.TyperException) -> ConfigError:
+    """Turn the parser's error into one of ours: what is wrong, and the nearest name or where names are listed."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "deskfleet"
+    nearest = next(iter(getattr(error, "possibilities", None) or ()), None)
+    full = str(error) if nearest or not hasattr(error, "format_message") else error.format_message()
+    message, _, suggestion = full.partition(" Did you mean ")
+    if nearest:
+        hint = f"did you mean {nearest}?"
+    else:
+        hint = f"did you mean {suggestion}" if suggestion else f"see {command} --help"
+    return ConfigError(f"{message[:1].lower()}{message[1:]}".rstrip("."), hint=hint)
+
+
+__all__ = ["CONTEXT", "VERBS", "main"]

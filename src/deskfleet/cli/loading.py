@@ -1,0 +1,90 @@
+"""How loading looks: a bar per rank on a terminal, a line per rank elsewhere. Talk, so on stderr."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from deskfleet.cli.terminal import say, talk_console
+from deskfleet.engine.client import LoadProgress
+from deskfleet.serve import RankFacts, RanksReady, ServeEvent
+from deskfleet.units import format_bytes
+
+
+class _Bytes(ProgressColumn):
+    """`3.21 MiB of 4.61 MiB`. A rank may read a little more than it holds, which nobody needs to see."""
+
+    def render(self, task: Task) -> Text:
+        total_bytes = int(task.total or 0)
+        return Text(f"{format_bytes(min(int(task.completed), total_bytes))} of {format_bytes(total_bytes)}")
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{format_bytes(int(speed))}/s")
+
+
+class LoadReport:
+    """Shows the events of a launch until the ranks are ready. `with LoadReport() as report: report.show(event)`."""
+
+    def __init__(self) -> None:
+        console = talk_console()
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                _Bytes(),
+                _Rate(),
+                TimeRemainingColumn(compact=True),
+                console=console,
+            )
+        self._tasks: dict[int, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def show(self, event: ServeEvent) -> None:
+        """Draw one event of `deskfleet.serve`."""
+        if isinstance(event, LoadProgress):
+            self._advance(event)
+        elif isinstance(event, RanksReady):
+            for rank in event.ranks:
+                self._finish(rank)
+            self._stop()
+
+    def _advance(self, event: LoadProgress) -> None:
+        if self._progress is None:
+            return
+        if event.rank not in self._tasks:
+            self._tasks[event.rank] = self._progress.add_task(f"rank {event.rank}", total=event.total_bytes)
+        self._progress.update(self._tasks[event.rank], completed=event.done_bytes)
+
+    def _finish(self, rank: RankFacts) -> None:
+        if self._progress is None:
+            say(
+                f"rank {rank.rank}: {format_bytes(rank.weight_bytes)} of weights in {rank.load_s:.1f} s, "
+                f"{format_bytes(rank.cache_bytes)} of caches, pid {rank.pid}"
+            )
+        elif rank.rank in self._tasks:
+            self._progress.update(
+                self._tasks[rank.rank], total=rank.weight_bytes, completed=rank.weight_bytes
+            )
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+__all__ = ["LoadReport"]

@@ -1,0 +1,66 @@
+"""Every environment variable deskfleet reads. Owns their names, values and defaults; nothing else reads them.
+
+A variable that starts with DESKFLEET_ and is not listed here is an error, so that a misspelt one is never
+silently without effect. `docs/reference/environment.md` is generated from `VARIABLES`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deskfleet.errors import ConfigError
+
+PREFIX = "DESKFLEET_"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable: the values it may have, the one it has when unset, and what it does in one sentence."""
+
+    name: str
+    values: tuple[str, ...]
+    default: str
+    meaning: str
+
+
+LOG_LEVEL = Variable(
+    name="DESKFLEET_LOG_LEVEL",
+    values=("quiet", "error", "warning", "info", "debug"),
+    default="quiet",
+    meaning="How much the log on stderr says; `quiet` shows only failures that nobody foresaw, with their trace.",
+)
+
+VARIABLES: tuple[Variable, ...] = (LOG_LEVEL,)
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the value of every variable by name, defaults filled in.
+
+    Raises ConfigError for a DESKFLEET_ variable that does not exist, naming the nearest one, and for a value
+    that a variable cannot have.
+    """
+    known = {variable.name: variable for variable in VARIABLES}
+    for name in environ:
+        if name.startswith(PREFIX) and name not in known:
+            raise ConfigError(f"there is no environment variable {name}", hint=_nearest(name))
+    return {name: _value(variable, environ) for name, variable in known.items()}
+
+
+def _value(variable: Variable, environ: Mapping[str, str]) -> str:
+    value = environ.get(variable.name, variable.default)
+    if value not in variable.values:
+        raise ConfigError(
+            f"{variable.name} is {value!r}, which it cannot be", hint=f"use {', '.join(variable.values)}"
+        )
+    return value
+
+
+def _nearest(name: str) -> str:
+    names = [variable.name for variable in VARIABLES]
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0)
+    return f"did you mean {found[0]}? Unset {name} otherwise"
+
+
+__all__ = ["LOG_LEVEL", "PREFIX", "VARIABLES", "Variable", "read_environment"]
