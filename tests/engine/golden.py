@@ -1,6 +1,6 @@
 """The golden data of tests/golden/v41-tiny and a model to hold against it.
 
-`Harness` drives one in-process rank by hand. `layer_discrepancies` feeds every layer, one at a time, with the golden
+`Harness` drives one in-process rank by hand. `layer_differences` feeds every layer, one at a time, with the golden
 inputs of that layer and returns whatever disagrees: end-to-end logits cannot see the smallest mistakes, this can.
 The same function judges the planted mistakes of test_mutations.py.
 """
@@ -117,14 +117,12 @@ def relative_rms(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1)
 
 
-def layer_discrepancies(harness: Harness) -> list[Difference]:
-    """Every layer, the decode steps 44 and 45, and the drafts made there, from golden inputs."""
-    return [
-        *prefill_differences(harness),
-        *decode_differences(harness),
-        *draft_differences(harness),
-        *image_differences(harness),
-    ]
+def layer_differences(harness: Harness) -> Iterator[Difference]:
+    """Every layer, the decode steps 44 and 45, the drafts made there and the image prompt, from golden inputs."""
+    yield from prefill_differences(harness)
+    yield from decode_differences(harness)
+    yield from draft_differences(harness)
+    yield from image_differences(harness)
 
 
 @torch.inference_mode()

@@ -57,6 +57,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"continuous": True}}, "stream_options.continuous"),
     ({"n": 2}, "n"),
+    ({"n": True}, "n"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from deskfleet.cli.terminal import Json, data_console, print_json, say
+from deskfleet.cli.flags import CheckpointArgument, Json
+from deskfleet.cli.terminal import data_console, print_json, say
 from deskfleet.errors import CheckpointError
-from deskfleet.model.inspect import Architecture, Contents, Inspection, RankBytes, inspect_checkpoint
+from deskfleet.model.inspect import Architecture, Inspection, RankBytes, inspect_checkpoint
 from deskfleet.units import format_bytes
 
 _RANKS_ACROSS = 4
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Directory of the checkpoint.")],
+    checkpoint: CheckpointArgument,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", min=1, help="Also show each of N ranks.")
     ] = None,

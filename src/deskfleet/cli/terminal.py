@@ -8,20 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated, Any
+import unicodedata
+from typing import TYPE_CHECKING
 
-import typer
-
-from deskfleet.errors import DeskfleetError
-from deskfleet.units import format_bytes
+from deskfleet.errors import ConfigError, DeskfleetError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from rich.console import Console
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per result on stdout.")]
-"""The --json flag, the same on every verb."""
 
 
 def print_json(value: object) -> None:
@@ -81,18 +74,13 @@ def configure_log(level: str) -> None:
     root.setLevel("ERROR" if level == "quiet" else level.upper())
 
 
-def default_of(kind: type[DataclassInstance], name: str) -> Any:
-    """Return the default of a dataclass's field, so that flags never hold a copy of it."""
-    field = next(field for field in fields(kind) if field.name == name)
-    if field.default is MISSING:
-        raise LookupError(f"{kind.__name__}.{name} has no default")
-    return field.default
+def printable(text: str) -> str:
+    """Return `text` without control characters other than line ends and tabs: a model must not steer a terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def parse_counts(text: str, flag: str) -> tuple[int, ...]:
     """Return the whole numbers in `text`, e.g. `1,4`. Raises ConfigError naming the flag."""
-    from deskfleet.errors import ConfigError
-
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -101,13 +89,11 @@ def parse_counts(text: str, flag: str) -> tuple[int, ...]:
 
 
 __all__ = [
-    "Json",
     "configure_log",
     "data_console",
-    "default_of",
-    "format_bytes",
     "parse_counts",
     "print_json",
+    "printable",
     "report_error",
     "say",
     "talk_console",

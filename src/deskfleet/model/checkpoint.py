@@ -27,7 +27,7 @@ SINGLE_NAME = "model.safetensors"
 
 # Looking for the nearest name is slow: neither among very many names, nor for very many of them.
 _MAX_HINT_CANDIDATES = 5_000
-_MAX_HINTS = 20
+_MAX_HINTS = 5
 
 
 @dataclass(frozen=True, slots=True)

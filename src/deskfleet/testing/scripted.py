@@ -66,6 +66,7 @@ class ScriptedEngine:
         self._failure: str | None = None
         self._num_running = self._num_finished = self._num_cancelled = 0
         self._num_prompt_tokens = self._num_generated_tokens = self._num_steps = 0
+        self._answers: list[AsyncIterator[TokenChunk]] = []
         self.requests: list[GenerateRequest] = []
 
     @property
@@ -105,8 +106,14 @@ class ScriptedEngine:
             num_generated_tokens=self._num_generated_tokens,
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Yield the script's chunks. Raises its `failure`, and EngineError when the engine is dead."""
+        answer = self._answer(request)
+        # Held, because Python would close a forgotten generator and hide that the gateway did not.
+        self._answers.append(answer)
+        return answer
+
+    async def _answer(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         if self._failure is not None:
             raise EngineError(self._failure)
         self.requests.append(request)

@@ -1,0 +1,74 @@
+"""Flags that several verbs have, and the defaults all of them read from the dataclasses they set.
+
+Each default exists once, where the value is used; a flag holds no copy of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deskfleet.engine.client import EngineOptions
+from deskfleet.gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="Directory of the checkpoint.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print results as JSON on stdout, one object a line.")]
+TensorParallel = Annotated[int, typer.Option("--tp", metavar="N", help="Ranks to split the model over.")]
+Host = Annotated[
+    str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is every network.")
+]
+Port = Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0 is any free one.")]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len", metavar="TOKENS", help="Longest prompt plus answer. [default: the model's]"
+    ),
+]
+ThreadsPerRank = Annotated[
+    int | None,
+    typer.Option(
+        "--threads-per-rank",
+        metavar="N",
+        min=1,
+        help="CPU threads of each rank. [default: the cores, shared out]",
+    ),
+]
+
+ENGINE = EngineOptions()
+"""How a checkpoint is run when nobody says otherwise."""
+
+
+def default_of(kind: type[DataclassInstance], name: str) -> Any:
+    """Return the default of a dataclass's field, for a class that cannot be made from defaults alone."""
+    field = next(field for field in fields(kind) if field.name == name)
+    if field.default is MISSING:
+        raise LookupError(f"{kind.__name__}.{name} has no default")
+    return field.default
+
+
+HOST: str = default_of(GatewaySettings, "host")
+PORT: int = default_of(GatewaySettings, "port")
+THINKING: bool = default_of(GatewaySettings, "default_thinking")
+
+__all__ = [
+    "ENGINE",
+    "HOST",
+    "PORT",
+    "THINKING",
+    "CheckpointArgument",
+    "Host",
+    "Json",
+    "MaxModelLen",
+    "Port",
+    "TensorParallel",
+    "ThreadsPerRank",
+    "default_of",
+]
