@@ -64,6 +64,8 @@ async def test_health_follows_the_engine() -> None:
             assert response.status == 503
             error = (await response.json())["error"]
             assert error["message"] == "rank 1 was killed by signal 9; the group was stopped"
+        async with session.post(f"{url}/v1/chat/completions", data=b"not even JSON") as response:
+            assert response.status == 503, "that the engine is dead matters more than what was asked"
         async with session.get(f"{url}/v1/models") as response:
             assert response.status == 200
 

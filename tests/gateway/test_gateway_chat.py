@@ -262,3 +262,24 @@ async def test_eight_concurrent_streams_are_not_mixed_up() -> None:
     assert [joined(chunks, "content") for chunks in answers] == [text * 4 for text in questions]
     assert len({chunks[0].id for chunks in answers}) == 8
     assert engine.num_cancelled == 0
+
+
+@pytest.mark.parametrize(
+    ("response_format", "shown"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, '{"type": "json_object"}'),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": "T"}}},
+            '{"type": "object", "title": "T"}',
+        ),
+    ],
+)
+async def test_response_formats_are_shown_to_the_model(response_format: Any, shown: str | None) -> None:
+    question = [{"role": "user", "content": "As json, please."}]
+    async with chatting(says('{"a": 1}')) as (client, engine):
+        answer = await ask(client, messages=question, response_format=response_format)
+    prompt = text_of(engine.requests[0].prompt_token_ids)
+    assert answer.choices[0].message.content == '{"a": 1}'
+    assert ("## Response Format:" in prompt) == (shown is not None)
+    assert shown is None or shown in prompt

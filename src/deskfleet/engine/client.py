@@ -9,33 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
-from tokenizers import Tokenizer
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from deskfleet.engine import messages
 from deskfleet.engine.images import PreparedImage, prepare_image
+from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.stopping import StopStrings
+from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RankDied, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 
 _SETTLE_S = 0.5  # after one rank ends, how long others may still report why
 _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
+_LOG_LINES = 40  # of a failed rank's log, how many are passed on before the log is removed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,17 @@ class LoadProgress:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """One rank that is ready. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own."""
+
+    rank: int
+    pid: int
+    weight_bytes: int
+    cache_bytes: int
+    load_s: float
+
+
 @dataclass
 class _Rank:
     number: int
@@ -70,7 +86,7 @@ class _Rank:
 
 @dataclass
 class _Pending:
-    """A request under way: outputs arrive in the queue, None wakes the reader after a group failure."""
+    """A request under way: outputs arrive in the queue, None wakes the reader when the group has ended."""
 
     outputs: asyncio.Queue[messages.RequestOutput | None] = field(default_factory=asyncio.Queue)
 
@@ -88,21 +104,23 @@ class EngineClient:
         *,
         on_load: Callable[[LoadProgress], None] | None = None,
     ) -> None:
+        """Check everything that can be checked before a process starts. Raises ConfigError, CheckpointError."""
         self.checkpoint = checkpoint
         self.options = options or EngineOptions()
         self._on_load = on_load
+        _check_options(self.options)
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
-        ShardPlan(
-            checkpoint.config, Layout(self.options.tp_size)
-        )  # refuse an impossible layout before starting
-        self._tokenizer = Tokenizer.from_file(str(checkpoint.directory / "tokenizer.json"))
+        ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
+        self._tokenizer = load_tokenizer(checkpoint.directory)
         self._ranks: list[_Rank] = []
+        self._ended: list[_Rank] = []  # in the order in which their ends were noticed
         self._pending: dict[str, _Pending] = {}
         self._stats = EngineStats()
         self._failure: EngineError | None = None
         self._failed = asyncio.Event()
+        self._settled = asyncio.Event()  # all ranks are ready, or never will be
         self._closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._directory: Path | None = None
         self._server: asyncio.Server | None = None
 
@@ -123,40 +141,38 @@ class EngineClient:
         self._check_alive()
         return self._stats
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the tokens of one request as they come (see TokenEngine.generate)."""
         message = await self._prepare(request)
         stopping = StopStrings(self._tokenizer, request.sampling.stop) if request.sampling.stop else None
         num_prompt_tokens = len(message.token_ids)
-        async with contextlib.aclosing(self._run(message)) as outputs:
+        async with contextlib.aclosing(self._run(message, stopping)) as outputs:
             async for output in outputs:
-                reason = output.finish_reason
-                if stopping is not None and reason is None and stopping.push(output.token_ids):
-                    reason = "stop"
-                yield TokenChunk(output.token_ids, output.logprobs, num_prompt_tokens, reason)
-                if reason is not None:
-                    return
+                yield TokenChunk(output.token_ids, output.logprobs, num_prompt_tokens, output.finish_reason)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         """Teacher-forced logits float32 [len(token_ids), V]: row i ranks the token after position i."""
         request = GenerateRequest(f"score-{uuid.uuid4().hex}", tuple(token_ids), SamplingParams(max_tokens=1))
         message = msgspec.structs.replace(await self._prepare(request, room=0), score=True)
-        rows = []
         async with contextlib.aclosing(self._run(message)) as outputs:
-            async for output in outputs:
-                assert output.logits is not None
-                rows.append(
-                    np.frombuffer(output.logits, np.float32).reshape(-1, self.checkpoint.config.vocab_size)
-                )
-                if output.finish_reason is not None:
-                    break
-        return np.concatenate(rows)
+            flat = [np.frombuffer(output.logits or b"", np.float32) async for output in outputs]
+        return np.concatenate(flat).reshape(len(message.token_ids), self.checkpoint.config.vocab_size)
 
     async def wait_failed(self) -> EngineError:
         """Return once the group has failed, with the reason."""
         await self._failed.wait()
         assert self._failure is not None
         return self._failure
+
+    @property
+    def ranks(self) -> tuple[LoadedRank, ...]:
+        """What each rank reported when it was ready. Raises EngineError while the group is loading."""
+        self._check_alive()
+        ready = [(rank, rank.ready.result()) for rank in self._ranks]
+        return tuple(
+            LoadedRank(rank.number, rank.process.pid, report.weight_bytes, report.cache_bytes, report.load_s)
+            for rank, report in ready
+        )
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -171,48 +187,60 @@ class EngineClient:
 
     async def start(self) -> None:
         """Start every rank and wait until all are loaded. Raises EngineError, with nothing left running."""
-        self._directory = Path(tempfile.mkdtemp(prefix="deskfleet-"))
-        socket_path = str(self._directory / "control.sock")
-        self._server = await asyncio.start_unix_server(self._on_connection, socket_path)
         try:
-            for spec in self._rank_specs(self._directory, socket_path):
-                self._ranks.append(await self._spawn(spec))
-            for rank in self._ranks:
-                self._spawn_task(self._watch(rank))
-            await self._all_ready()
+            await self._start()
+        except OSError as error:
+            await self.close()
+            raise EngineError(
+                f"cannot start the ranks: {error.strerror or error}",
+                hint=f"the run directory was {self._directory}; TMPDIR chooses where it is made",
+            ) from error
         except BaseException:
             await self.close()
             raise
 
+    async def _start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="deskfleet-"))
+        socket_path = str(self._directory / "control.sock")
+        self._server = await asyncio.start_unix_server(self._on_connection, socket_path)
+        for spec in self._rank_specs(self._directory, socket_path):
+            self._ranks.append(await self._spawn(spec))
+        for rank in self._ranks:
+            self._spawn_task(self._watch(rank))
+        await self._settled.wait()
+        self._check_alive()
+
     async def close(self) -> None:
         """Stop every rank: asked first, killed after a few seconds. Safe to call twice."""
+        may_ask = self._settled.is_set() and self._failure is None and not self._closing
         self._closing = True
-        self._send(messages.Stop())
-        alive = [rank.process for rank in self._ranks if rank.process.returncode is None]
-        if self._failure is None and all(rank.ready.done() for rank in self._ranks):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_S):
-                    await asyncio.gather(*(process.wait() for process in alive))
-        await self._kill_all()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
-        for rank in self._ranks:
-            if rank.writer is not None:
-                rank.writer.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._settled.set()
+        self._wake_readers()
+        try:
+            if may_ask:
+                self._send(messages.Stop())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_STOP_S):
+                        await asyncio.gather(*(rank.process.wait() for rank in self._ranks))
+        finally:  # also when this is cancelled: whoever gives up waiting still wants the ranks gone
+            await self._kill_all()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._server is not None:
+                self._server.close()
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
 
     # --- ranks ----------------------------------------------------------------------------------------
 
     def _rank_specs(self, directory: Path, socket_path: str) -> list[RankSpec]:
         options = self.options
         cores = len(os.sched_getaffinity(0))
+        launch_id = uuid.uuid4().hex
         return [
             RankSpec(
-                launch_id=uuid.uuid4().hex,
+                launch_id=launch_id,
                 rank=rank,
                 tp_size=options.tp_size,
                 checkpoint=str(self.checkpoint.directory),
@@ -233,6 +261,8 @@ class EngineClient:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
         log = self._directory / f"rank-{spec.rank}.log"
         environment = dict(os.environ)
+        # Threads that spin while they wait take the cores from the other ranks: 10 times slower on a busy machine.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if spec.rendezvous.startswith("file:"):
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: do not depend on how its name resolves
         with log.open("wb") as output:
@@ -244,28 +274,37 @@ class EngineClient:
         ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         return _Rank(spec.rank, process, log, ready)
 
-    async def _all_ready(self) -> None:
-        failed = asyncio.ensure_future(self._failed.wait())
-        ready = asyncio.gather(*(rank.ready for rank in self._ranks))
-        await asyncio.wait((failed, ready), return_when=asyncio.FIRST_COMPLETED)
-        failed.cancel()
-        if self._failure is not None:
-            ready.cancel()
-            raise self._failure
-
     async def _watch(self, rank: _Rank) -> None:
-        """Turn the end of a rank process into the end of the group, with the cause that came first."""
         await rank.process.wait()
-        if self._closing or self._failure is not None:
+        self._notice_end(rank)
+
+    def _notice_end(self, rank: _Rank) -> None:
+        """`rank` ended, by its process, its connection or its own word: the group ends with it."""
+        if self._closing or self._failure is not None or rank in self._ended:
             return
+        self._ended.append(rank)
+        if len(self._ended) == 1:
+            self._spawn_task(self._end_group())
+
+    async def _end_group(self) -> None:
+        """Stop all ranks and tell everyone who waits, with the cause that came first."""
         await asyncio.sleep(_SETTLE_S)  # a rank that only lost a peer may be noticed before the peer itself
-        if self._closing or self._failure is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await asyncio.gather(*(rank.process.wait() for rank in self._ended))
+        if self._closing:
             return
-        self._failure = _cause([r for r in self._ranks if r.process.returncode is not None])
-        await self._kill_all()
+        self._failure = _cause(self._ended)
+        try:
+            await self._kill_all()
+        finally:
+            self._failed.set()
+            self._settled.set()
+            self._wake_readers()
+
+    def _wake_readers(self) -> None:
         for pending in self._pending.values():
             pending.outputs.put_nowait(None)
-        self._failed.set()
 
     async def _kill_all(self) -> None:
         for rank in self._ranks:
@@ -276,12 +315,13 @@ class EngineClient:
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        rank: _Rank | None = None
         try:
             hello = await _receive(reader)
-            if not isinstance(hello, messages.Hello) or hello.rank >= self.options.tp_size:
-                writer.close()
+            if not isinstance(hello, messages.Hello) or not 0 <= hello.rank < self.options.tp_size:
                 return
             # The rank may connect before its process object is stored.
             while len(self._ranks) <= hello.rank:
@@ -291,7 +331,12 @@ class EngineClient:
             while (report := await _receive(reader)) is not None:
                 self._on_report(rank, report)
         except (asyncio.CancelledError, ConnectionError):
+            pass  # close() cancels; a reset is what a killed rank leaves
+        finally:
             writer.close()
+            if rank is not None:
+                rank.writer = None
+                self._notice_end(rank)
 
     def _on_report(self, rank: _Rank, report: messages.Report) -> None:
         if isinstance(report, messages.StepOutput):
@@ -304,15 +349,18 @@ class EngineClient:
                 self._on_load(LoadProgress(report.rank, report.done_bytes, report.total_bytes))
         elif isinstance(report, messages.Ready):
             rank.ready.set_result(report)
+            if len(self._ranks) == self.options.tp_size and all(r.ready.done() for r in self._ranks):
+                self._settled.set()
         elif isinstance(report, messages.Failed):
             rank.failed = report
+            self._notice_end(rank)  # now, because its process may hang on its way out
 
-    def _spawn_task(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, message: messages.AddRequest | messages.Cancel | messages.Stop) -> None:
+    def _send(self, message: messages.Command) -> None:
         if self._ranks and self._ranks[0].writer is not None and self._failure is None:
             self._ranks[0].writer.write(messages.frame(message))
 
@@ -323,28 +371,38 @@ class EngineClient:
             raise self._failure.with_traceback(None)  # raised once per waiting request
         if self._closing:
             raise EngineError("the engine is shutting down")
+        if not self._settled.is_set():
+            raise EngineError("the engine is not loaded yet", hint="wait for start() to return")
 
     async def _prepare(self, request: GenerateRequest, *, room: int = 1) -> messages.AddRequest:
         """Check a request and expand its image spans. `room`: positions needed after the prompt."""
         self._check_alive()
         config = self.checkpoint.config
-        _check_ids(request.prompt_token_ids, config.vocab_size)
+        check_prompt(request.prompt_token_ids, config.vocab_size)
+        check_sampling(request.sampling, config.vocab_size)
+        if request.images and config.vision is None:
+            raise RequestError("this checkpoint cannot see images", param="messages")
+        check_placeholders(request.prompt_token_ids, config.image_token_id, len(request.images))
         images: list[PreparedImage] = []
-        if request.images:
-            if config.vision is None:
-                raise RequestError("this checkpoint cannot see images", param="messages")
+        if config.vision is not None:
             for image in request.images:
                 images.append(await asyncio.to_thread(prepare_image, image.data, config.vision))
         token_ids, in_image = expand_spans(request.prompt_token_ids, config.image_token_id, images)
         if len(token_ids) + room > self._max_model_len:
             raise PromptTooLong(len(token_ids), None, self._max_model_len)
         pixels = tuple(
-            messages.ImagePixels(i.pixels.tobytes(), *i.pixels.shape[:2], i.token_types) for i in images
+            messages.ImagePixels(
+                image.pixels.tobytes(), image.grid.height_px, image.grid.width_px, image.token_types
+            )
+            for image in images
         )
         return messages.AddRequest(request.request_id, token_ids, in_image, pixels, request.sampling)
 
-    async def _run(self, message: messages.AddRequest) -> AsyncIterator[messages.RequestOutput]:
+    async def _run(
+        self, message: messages.AddRequest, stopping: StopStrings | None = None
+    ) -> AsyncGenerator[messages.RequestOutput, None]:
         """Send a request and yield its outputs up to the one that ends it; cancels it when left early."""
+        self._check_alive()  # again: images may have taken a while
         if message.request_id in self._pending:
             raise RequestError(f"request id {message.request_id!r} is in use")
         pending = self._pending[message.request_id] = _Pending()
@@ -360,6 +418,11 @@ class EngineClient:
                 finished = output.finish_reason is not None or output.error is not None
                 if output.error is not None:
                     raise EngineError(output.error)
+                if stopping is not None and stopping.push(output.token_ids):
+                    if not finished:
+                        self._send(messages.Cancel(message.request_id, is_satisfied=True))
+                    finished = True
+                    output = msgspec.structs.replace(output, finish_reason="stop")
                 yield output
         finally:
             del self._pending[message.request_id]
@@ -367,34 +430,11 @@ class EngineClient:
                 self._send(messages.Cancel(message.request_id))
 
 
-def expand_spans(
-    token_ids: tuple[int, ...], image_token_id: int, images: list[PreparedImage]
-) -> tuple[tuple[int, ...], bytes]:
-    """Replace each image token by its span (spec §9.2): expanded ids and a 0/1 byte per position.
-
-    Raises RequestError when placeholders and images differ in number.
-    """
-    found = token_ids.count(image_token_id)
-    if found != len(images):
-        raise RequestError(
-            f"prompt has {found} image placeholders but {len(images)} images", param="messages"
-        )
-    expanded: list[int] = []
-    inside = bytearray()
-    remaining = iter(images)
-    for token_id in token_ids:
-        length = len(next(remaining).token_types) if token_id == image_token_id else 1
-        expanded += [token_id] * length
-        inside += bytes([token_id == image_token_id]) * length
-    return tuple(expanded), bytes(inside)
-
-
-def _check_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
-    if not token_ids:
-        raise RequestError("the prompt is empty", param="messages")
-    bad = next((i for i in token_ids if not 0 <= i < vocab_size), None)
-    if bad is not None:
-        raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}", param="messages")
+def _check_options(options: EngineOptions) -> None:
+    for name in ("max_num_seqs", "max_num_batched_tokens", "threads_per_rank"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, less than 1")
 
 
 def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
@@ -410,24 +450,38 @@ def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
 
 
 def _cause(ended: list[_Rank]) -> EngineError:
-    """The most telling end: a signal from outside, then a rank's own report, then whatever is left."""
+    """The most telling end: a signal from outside, then a rank's own report, then whatever is left.
 
-    def rank_order(rank: _Rank) -> tuple[int, int]:
-        code = rank.process.returncode or 0
-        if code < 0:
-            return (0, rank.number)
+    Among equals the one noticed first. What that rank wrote goes to the log, since its file will be removed.
+    """
+
+    def rank_order(rank: _Rank) -> int:
+        if (rank.process.returncode or 0) < 0:
+            return 0
         if rank.failed is not None:
-            return (2 if rank.failed.is_peer_loss else 1, rank.number)
-        return (3, rank.number)
+            return 2 if rank.failed.is_peer_loss else 1
+        return 3
 
     rank = min(ended, key=rank_order)
-    code = rank.process.returncode or 0
-    if code < 0:
-        return RankDied(rank.number, f"was killed by {signal.Signals(-code).name}")
-    if rank.failed is not None:
-        return RankDied(rank.number, f"failed: {rank.failed.error}")
     lines = rank.log.read_text(errors="replace").strip().splitlines() if rank.log.exists() else []
+    if lines:
+        _log.error("rank %d wrote before it ended:\n%s", rank.number, "\n".join(lines[-_LOG_LINES:]))
+    code = rank.process.returncode
+    if code is not None and code < 0:
+        return RankDied(rank.number, f"was killed by {_signal_name(-code)}")
+    if rank.failed is not None:
+        error = RankDied(rank.number, f"failed: {rank.failed.error}")
+        error.hint = rank.failed.hint
+        return error
+    if code is None:
+        return RankDied(rank.number, "closed its connection without a word")
     return RankDied(rank.number, f"exited with code {code}" + (f": {lines[-1]}" if lines else ""))
+
+
+def _signal_name(number: int) -> str:
+    known = signal.valid_signals()
+    found = next((s for s in known if s == number), None)
+    return found.name if isinstance(found, signal.Signals) else f"signal {number}"
 
 
 async def _receive(reader: asyncio.StreamReader) -> messages.Report | None:
@@ -439,4 +493,4 @@ async def _receive(reader: asyncio.StreamReader) -> messages.Report | None:
         return None
 
 
-__all__ = ["EngineClient", "EngineOptions", "LoadProgress", "expand_spans"]
+__all__ = ["EngineClient", "EngineOptions", "LoadProgress", "LoadedRank"]

@@ -13,7 +13,7 @@ import torch
 
 from deskfleet.endpoint import EngineStats, FinishReason
 from deskfleet.engine.batch import Segment
-from deskfleet.engine.messages import AddRequest, RequestOutput
+from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
 from deskfleet.engine.request import Request
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.sampler import sample
@@ -59,10 +59,14 @@ class EngineCore:
         )
         self._count(num_prompt_tokens=len(message.token_ids))
 
-    def cancel(self, request_id: str) -> None:
-        """Drop a request and free its slot at once."""
-        request = self.scheduler.find(request_id)
-        if request is not None:
+    def cancel(self, message: Cancel) -> None:
+        """Drop a request and free its slot at once; one that is not here any more is ignored."""
+        request = self.scheduler.find(message.request_id)
+        if request is None:
+            return
+        if message.is_satisfied:
+            self._finish(request)
+        else:
             self.scheduler.remove(request)
             self._count(num_cancelled=1)
 

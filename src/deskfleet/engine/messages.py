@@ -39,9 +39,13 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request; unknown ids are ignored, since it may have ended meanwhile."""
+    """Forget a request; unknown ids are ignored, since it may have ended meanwhile.
+
+    `is_satisfied`: the client has all it wanted (a stop string), so the request counts as finished.
+    """
 
     request_id: str
+    is_satisfied: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -99,6 +103,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     rank: int
     error: str
     is_peer_loss: bool
+    hint: str | None = None
 
 
 Report = Hello | Loading | Ready | StepOutput | Failed

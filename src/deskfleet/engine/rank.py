@@ -19,14 +19,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from deskfleet.engine import messages
 from deskfleet.engine.core import EngineCore
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.runner import ModelRunner, RunnerLimits
 from deskfleet.engine.spec import RankSpec
-from deskfleet.errors import ConfigError, DeskfleetError
+from deskfleet.engine.tokenizer import load_tokenizer
+from deskfleet.errors import DeskfleetError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.names import TensorClass
@@ -91,12 +91,7 @@ class Control:
 
 def token_map(checkpoint: Checkpoint) -> np.ndarray:
     """Compressed id of every token (spec §7.1), checked against the configuration."""
-    path = checkpoint.directory / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    compressed = compressed_token_map(tokenizer)
+    compressed = compressed_token_map(load_tokenizer(checkpoint.directory))
     if checkpoint.config.engram_layer_ids:
         check_size(compressed, checkpoint.config.engram_compressed_vocab_size)
     return compressed
@@ -141,7 +136,7 @@ def _lead(core: EngineCore, control: Control) -> None:
             if isinstance(command, messages.AddRequest):
                 core.add(command)
             else:
-                core.cancel(command.request_id)
+                core.cancel(command)
         if core.has_work:
             control.send(messages.StepOutput(tuple(core.step()), core.stats))
         elif core.stats != before:
@@ -194,12 +189,18 @@ def main(path: str) -> int:
     control.send(messages.Hello(spec.rank, os.getpid()))
     try:
         run(spec, control)
-    except (DeskfleetError, EngramError) as error:
+    except DeskfleetError as error:
+        control.send(messages.Failed(spec.rank, error.message, is_peer_loss=False, hint=error.hint))
+        return DeskfleetError.exit_code
+    except EngramError as error:
         control.send(messages.Failed(spec.rank, str(error), is_peer_loss=False))
         return DeskfleetError.exit_code
     except Exception as error:
-        control.send(messages.Failed(spec.rank, f"{type(error).__name__}: {error}", _is_peer_loss(error)))
-        if not _is_peer_loss(error):
+        is_peer_loss = _is_peer_loss(error)
+        # torch appends a stack to its messages; the sentence is in the first line, and the rest goes to the log.
+        sentence = f"{type(error).__name__}: {error}".splitlines()[0]
+        control.send(messages.Failed(spec.rank, sentence, is_peer_loss))
+        if not is_peer_loss:
             raise
         return DeskfleetError.exit_code
     return 0
