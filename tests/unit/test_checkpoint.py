@@ -371,10 +371,14 @@ CORRUPTIONS: list[tuple[Callable[[Broken], None], str, bool]] = [
     ),
     (header_not_json, r"<first>: header is not JSON: .+", True),
     (header_not_an_object, r"<first>: header is JSON but not an object", False),
-    (entry_without_shape, r"<first>: tensor <norm> has no valid dtype, shape and data_offsets", False),
+    (
+        entry_without_shape,
+        r"<first>: tensor <norm> has a broken header entry: .*missing required field `shape`",
+        False,
+    ),
     (
         entry_with_negative_offset,
-        r"<head>: tensor norm\.weight has no valid dtype, shape and data_offsets",
+        r"<head>: tensor norm\.weight has a broken header entry: .*>= 0.*data_offsets\[0\].*",
         False,
     ),
     (unknown_dtype, r"<first>: tensor <norm> has unknown dtype F8_E5M3", False),

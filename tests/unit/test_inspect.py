@@ -20,12 +20,11 @@ TINY = Path(__file__).parents[1] / "golden" / "v41-tiny" / "model"
 # Run apart, so that the peak is inspect's own: what the test process has used before would count too.
 MEASURE = """
 import json, resource, sys, time
-started = time.perf_counter()
 from deskfleet.model.inspect import inspect_checkpoint
 report = inspect_checkpoint(sys.argv[1], int(sys.argv[2])).to_dict()
-elapsed_s = time.perf_counter() - started
+cpu_s = time.process_time()
 peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-json.dump({"report": report, "elapsed_s": elapsed_s, "peak_bytes": peak_bytes}, sys.stdout)
+json.dump({"report": report, "cpu_s": cpu_s, "peak_bytes": peak_bytes}, sys.stdout)
 """
 
 
@@ -87,7 +86,8 @@ def test_published_standin_within_time_and_memory(standin: Path) -> None:
     assert [rank["rank"] for rank in report["ranks"]] == list(range(8))
     assert {rank["bytes_by_class"]["routed_expert"] for rank in report["ranks"]} == {288_777_830_400 // 8}
     assert sum(rank["bytes_by_class"]["engram"] for rank in report["ranks"]) == 202_758_032_400
-    assert measured["elapsed_s"] < 5, measured["elapsed_s"]
+    # CPU time of the whole process, imports too: on a busy machine the wall clock measures the neighbours.
+    assert measured["cpu_s"] < 5, measured["cpu_s"]
     assert measured["peak_bytes"] < 500_000_000, measured["peak_bytes"]
 
 

@@ -1,0 +1,1 @@
+"""Numbers with their provenance: what was measured, how, on what, and every raw sample."""

@@ -49,8 +49,9 @@ def run(
     from deskfleet.serve import ServeOptions, check_port, default_model_id
     from deskfleet.testing.tiny_once import ensure_tiny
 
-    if ensure_tiny(directory):
-        say(f"made a tiny checkpoint with random weights in {directory}")
+    if not directory.exists():
+        say(f"making a tiny checkpoint with random weights in {directory}")
+    ensure_tiny(directory)
     settings = GatewaySettings(model_id=default_model_id(directory), checkpoint=directory, port=port)
     try:
         check_port(settings.host, settings.port)

@@ -18,7 +18,9 @@ class _Bytes(ProgressColumn):
     """`3.21 MiB of 4.61 MiB`. A rank may read a little more than it holds, which nobody needs to see."""
 
     def render(self, task: Task) -> Text:
-        total_bytes = int(task.total or 0)
+        if task.total is None:
+            return Text("")
+        total_bytes = int(task.total)
         return Text(f"{format_bytes(min(int(task.completed), total_bytes))} of {format_bytes(total_bytes)}")
 
 
@@ -44,10 +46,13 @@ class LoadReport:
                 console=console,
             )
         self._tasks: dict[int, TaskID] = {}
+        self._totals: dict[int, int] = {}
+        self._starting: TaskID | None = None  # the row before any rank has read a byte
 
     def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
+            self._starting = self._progress.add_task("starting", total=None)
         return self
 
     def __exit__(
@@ -67,8 +72,12 @@ class LoadReport:
     def _advance(self, event: LoadProgress) -> None:
         if self._progress is None:
             return
+        if self._starting is not None:
+            self._progress.remove_task(self._starting)
+            self._starting = None
         if event.rank not in self._tasks:
             self._tasks[event.rank] = self._progress.add_task(f"rank {event.rank}", total=event.total_bytes)
+            self._totals[event.rank] = event.total_bytes
         self._progress.update(self._tasks[event.rank], completed=event.done_bytes)
 
     def _finish(self, rank: RankFacts) -> None:
@@ -78,9 +87,7 @@ class LoadReport:
                 f"{format_bytes(rank.cache_bytes)} of caches, pid {rank.pid}"
             )
         elif rank.rank in self._tasks:
-            self._progress.update(
-                self._tasks[rank.rank], total=rank.weight_bytes, completed=rank.weight_bytes
-            )
+            self._progress.update(self._tasks[rank.rank], completed=self._totals[rank.rank])
 
     def _stop(self) -> None:
         if self._progress is not None:

@@ -24,7 +24,7 @@ from deskfleet.cli.flags import (
     TensorParallel,
     ThreadsPerRank,
 )
-from deskfleet.cli.terminal import print_json, say
+from deskfleet.cli.terminal import own_command, print_json, say
 from deskfleet.engine.client import EngineOptions
 from deskfleet.gateway.settings import GatewaySettings
 
@@ -142,7 +142,7 @@ def how_to_talk(event: Ready) -> str:
     return (
         f"  curl {endpoint.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{data}'\n"
-        f"  deskfleet chat {endpoint.url}"
+        f"  {own_command()} chat {endpoint.url}"
     )
 
 

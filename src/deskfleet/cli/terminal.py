@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import sys
 import unicodedata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deskfleet.errors import ConfigError, DeskfleetError
@@ -39,6 +42,15 @@ def talk_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False)
+
+
+def own_command() -> str:
+    """Return how this program can be called again from where the user is, e.g. `.venv/bin/deskfleet`."""
+    path = Path(sys.argv[0])
+    found = shutil.which("deskfleet")
+    if path.name != "deskfleet" or (found is not None and Path(found).samefile(path)):
+        return "deskfleet"
+    return os.path.relpath(path)
 
 
 def report_error(error: DeskfleetError, *, as_json: bool) -> None:
@@ -91,6 +103,7 @@ def parse_counts(text: str, flag: str) -> tuple[int, ...]:
 __all__ = [
     "configure_log",
     "data_console",
+    "own_command",
     "parse_counts",
     "print_json",
     "printable",

@@ -1,19 +1,16 @@
 """The supervisor's side of the engine: starts the ranks, carries requests, ends everything together.
 
-Owns rank processes, their files and their one socket each; implements `endpoint.TokenEngine`. Imports no
-torch, so the process that serves HTTP stays small. If any rank ends or raises, the whole group is stopped, every
-request fails with one sentence that names the cause, and nothing is left behind.
+Owns the group of rank processes, its directory and the requests under way; implements `endpoint.TokenEngine`.
+Imports no torch, so the process that serves HTTP stays small. If any rank ends or raises, the whole group is
+stopped, every request fails with one sentence that names the cause, and nothing is left behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
-import signal
-import sys
 import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -29,18 +26,16 @@ from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, Tok
 from deskfleet.engine import messages
 from deskfleet.engine.images import PreparedImage, prepare_image
 from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
+from deskfleet.engine.process import RankProcess, cause_of_end, receive, start_rank
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.stopping import StopStrings
 from deskfleet.engine.tokenizer import load_tokenizer
-from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RankDied, RequestError
+from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 
 _SETTLE_S = 0.5  # after one rank ends, how long others may still report why
 _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
-_LOG_LINES = 40  # of a failed rank's log, how many are passed on before the log is removed
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +70,6 @@ class LoadedRank:
 
 
 @dataclass
-class _Rank:
-    number: int
-    process: asyncio.subprocess.Process
-    log: Path
-    ready: asyncio.Future[messages.Ready]
-    writer: asyncio.StreamWriter | None = None
-    failed: messages.Failed | None = None
-
-
-@dataclass
 class _Pending:
     """A request under way: outputs arrive in the queue, None wakes the reader when the group has ended."""
 
@@ -112,8 +97,8 @@ class EngineClient:
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
         ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
         self._tokenizer = load_tokenizer(checkpoint.directory)
-        self._ranks: list[_Rank] = []
-        self._ended: list[_Rank] = []  # in the order in which their ends were noticed
+        self._ranks: list[RankProcess] = []
+        self._ended: list[RankProcess] = []  # in the order in which their ends were noticed
         self._pending: dict[str, _Pending] = {}
         self._stats = EngineStats()
         self._failure: EngineError | None = None
@@ -204,7 +189,7 @@ class EngineClient:
         socket_path = str(self._directory / "control.sock")
         self._server = await asyncio.start_unix_server(self._on_connection, socket_path)
         for spec in self._rank_specs(self._directory, socket_path):
-            self._ranks.append(await self._spawn(spec))
+            self._ranks.append(await start_rank(spec, self._directory))
         for rank in self._ranks:
             self._spawn_task(self._watch(rank))
         await self._settled.wait()
@@ -255,30 +240,11 @@ class EngineClient:
             for rank in range(options.tp_size)
         ]
 
-    async def _spawn(self, spec: RankSpec) -> _Rank:
-        assert self._directory is not None
-        path = self._directory / f"rank-{spec.rank}.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
-        log = self._directory / f"rank-{spec.rank}.log"
-        environment = dict(os.environ)
-        # Threads that spin while they wait take the cores from the other ranks: 10 times slower on a busy machine.
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if spec.rendezvous.startswith("file:"):
-            environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: do not depend on how its name resolves
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "deskfleet.engine.rank", str(path),
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=environment, start_new_session=True,
-            )  # fmt: skip
-        ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
-        return _Rank(spec.rank, process, log, ready)
-
-    async def _watch(self, rank: _Rank) -> None:
+    async def _watch(self, rank: RankProcess) -> None:
         await rank.process.wait()
         self._notice_end(rank)
 
-    def _notice_end(self, rank: _Rank) -> None:
+    def _notice_end(self, rank: RankProcess) -> None:
         """`rank` ended, by its process, its connection or its own word: the group ends with it."""
         if self._closing or self._failure is not None or rank in self._ended:
             return
@@ -294,7 +260,7 @@ class EngineClient:
                 await asyncio.gather(*(rank.process.wait() for rank in self._ended))
         if self._closing:
             return
-        self._failure = _cause(self._ended)
+        self._failure = cause_of_end(self._ended)
         try:
             await self._kill_all()
         finally:
@@ -318,9 +284,9 @@ class EngineClient:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        rank: _Rank | None = None
+        rank: RankProcess | None = None
         try:
-            hello = await _receive(reader)
+            hello = await receive(reader)
             if not isinstance(hello, messages.Hello) or not 0 <= hello.rank < self.options.tp_size:
                 return
             # The rank may connect before its process object is stored.
@@ -328,7 +294,7 @@ class EngineClient:
                 await asyncio.sleep(0.01)
             rank = self._ranks[hello.rank]
             rank.writer = writer
-            while (report := await _receive(reader)) is not None:
+            while (report := await receive(reader)) is not None:
                 self._on_report(rank, report)
         except (asyncio.CancelledError, ConnectionError):
             pass  # close() cancels; a reset is what a killed rank leaves
@@ -338,7 +304,7 @@ class EngineClient:
                 rank.writer = None
                 self._notice_end(rank)
 
-    def _on_report(self, rank: _Rank, report: messages.Report) -> None:
+    def _on_report(self, rank: RankProcess, report: messages.Report) -> None:
         if isinstance(report, messages.StepOutput):
             self._stats = report.stats
             for output in report.outputs:
@@ -447,50 +413,6 @@ def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
             hint=f"choose at most {limit}",
         )
     return asked
-
-
-def _cause(ended: list[_Rank]) -> EngineError:
-    """The most telling end: a signal from outside, then a rank's own report, then whatever is left.
-
-    Among equals the one noticed first. What that rank wrote goes to the log, since its file will be removed.
-    """
-
-    def rank_order(rank: _Rank) -> int:
-        if (rank.process.returncode or 0) < 0:
-            return 0
-        if rank.failed is not None:
-            return 2 if rank.failed.is_peer_loss else 1
-        return 3
-
-    rank = min(ended, key=rank_order)
-    lines = rank.log.read_text(errors="replace").strip().splitlines() if rank.log.exists() else []
-    if lines:
-        _log.error("rank %d wrote before it ended:\n%s", rank.number, "\n".join(lines[-_LOG_LINES:]))
-    code = rank.process.returncode
-    if code is not None and code < 0:
-        return RankDied(rank.number, f"was killed by {_signal_name(-code)}")
-    if rank.failed is not None:
-        error = RankDied(rank.number, f"failed: {rank.failed.error}")
-        error.hint = rank.failed.hint
-        return error
-    if code is None:
-        return RankDied(rank.number, "closed its connection without a word")
-    return RankDied(rank.number, f"exited with code {code}" + (f": {lines[-1]}" if lines else ""))
-
-
-def _signal_name(number: int) -> str:
-    known = signal.valid_signals()
-    found = next((s for s in known if s == number), None)
-    return found.name if isinstance(found, signal.Signals) else f"signal {number}"
-
-
-async def _receive(reader: asyncio.StreamReader) -> messages.Report | None:
-    """The next report, or None when the rank has closed its end."""
-    try:
-        prefix = await reader.readexactly(messages.LENGTH_BYTES)
-        return messages.report_decoder.decode(await reader.readexactly(messages.frame_length(prefix)))
-    except asyncio.IncompleteReadError:
-        return None
 
 
 __all__ = ["EngineClient", "EngineOptions", "LoadProgress", "LoadedRank"]

@@ -92,13 +92,14 @@ class ShardReader:
         return torch.from_numpy(self.raw(name).view(np.int16)).view(torch.bfloat16)
 
     def f32(self, name: str) -> Tensor:
-        """A stored F32 tensor."""
+        """A BF16 or F32 tensor as float32."""
+        if self.checkpoint.tensors[name].dtype == "BF16":
+            return self.bf16(name).to(torch.float32)
         return torch.from_numpy(self.raw(name))
 
     def wide(self, name: str) -> Tensor:
         """A BF16 or F32 matrix as float64, ready for ops.linear."""
-        tensor = self.f32(name) if self.checkpoint.tensors[name].dtype == "F32" else self.bf16(name)
-        return tensor.to(torch.float64)
+        return self.f32(name).to(torch.float64)
 
     def fp8(self, prefix: str) -> Tensor:
         """`prefix.weight` with `prefix.scale` as float64 [out, in]."""

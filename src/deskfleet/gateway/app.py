@@ -211,3 +211,6 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response
+
+
+__all__ = ["create_app", "serve", "serving"]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -44,6 +44,17 @@ _ELEMENT_BYTES = {
 }
 
 _FETCH_AGAIN = "fetch the file again"
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _EntryFields(msgspec.Struct, frozen=True, gc=False):
+    """One tensor's entry as it stands in the header."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,39 +138,30 @@ def _parse_entries(file: str, text: bytes, problems: list[CheckpointError]) -> I
     for name, fields in header.items():
         if name == "__metadata__":
             continue
-        problem = _entry_problem(file, name, fields)
-        if problem is not None:
-            problems.append(problem)
-            continue
-        start, stop = fields["data_offsets"]
-        yield ShardEntry(name, fields["dtype"], tuple(fields["shape"]), start, stop)
+        try:
+            entry = _parse_entry(file, name, fields)
+        except CheckpointError as error:
+            problems.append(error)
+        else:
+            yield entry
 
 
-def _entry_problem(file: str, name: str, fields: Any) -> CheckpointError | None:
-    """Return what is wrong with one header entry taken alone."""
-    if (
-        not isinstance(fields, dict)
-        or not isinstance(fields.get("dtype"), str)
-        or not _are_counts(fields.get("shape"))
-        or not _are_counts(fields.get("data_offsets"))
-        or len(fields["data_offsets"]) != 2
-    ):
-        return CheckpointError(f"{file}: tensor {name} has no valid dtype, shape and data_offsets")
-    dtype, shape = fields["dtype"], fields["shape"]
-    if dtype not in _ELEMENT_BYTES:
-        return CheckpointError(f"{file}: tensor {name} has unknown dtype {dtype}")
-    start, stop = fields["data_offsets"]
-    nbytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
+def _parse_entry(file: str, name: str, fields: Any) -> ShardEntry:
+    """Return one header entry, checked as far as it can be alone. Raises CheckpointError."""
+    try:
+        parsed = msgspec.convert(fields, _EntryFields)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{file}: tensor {name} has a broken header entry: {error}") from error
+    if parsed.dtype not in _ELEMENT_BYTES:
+        raise CheckpointError(f"{file}: tensor {name} has unknown dtype {parsed.dtype}")
+    start, stop = parsed.data_offsets
+    nbytes = math.prod(parsed.shape) * _ELEMENT_BYTES[parsed.dtype]
     if stop - start != nbytes:
-        return CheckpointError(
-            f"{file}: tensor {name} spans {stop - start} bytes (offsets {start} to {stop}), but {dtype} "
-            f"{shape} takes {nbytes}"
+        raise CheckpointError(
+            f"{file}: tensor {name} spans {stop - start} bytes (offsets {start} to {stop}), but "
+            f"{parsed.dtype} {list(parsed.shape)} takes {nbytes}"
         )
-    return None
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return ShardEntry(name, parsed.dtype, parsed.shape, start, stop)
 
 
 def _tiling_problems(header: ShardHeader) -> Iterator[CheckpointError]:

@@ -11,7 +11,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from deskfleet.endpoint import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
+from deskfleet.endpoint import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    TokenChunk,
+    TokenEngine,
+    TokenLogprob,
+)
 from deskfleet.errors import DeskfleetError, EngineError
 from deskfleet.gateway.app import serving
 from deskfleet.gateway.settings import GatewaySettings
@@ -166,7 +173,7 @@ def every_chunking(num_tokens: int) -> Sequence[tuple[int, ...]]:
 
 
 @asynccontextmanager
-async def running_gateway(engine: ScriptedEngine, settings: GatewaySettings) -> AsyncIterator[str]:
+async def running_gateway(engine: TokenEngine, settings: GatewaySettings) -> AsyncIterator[str]:
     """Serve `engine` on a free local port; yields the base URL an OpenAI client takes, ending in /v1."""
     async with serving(engine, settings) as endpoint:
         yield f"{endpoint.url}/v1"

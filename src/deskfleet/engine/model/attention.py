@@ -33,10 +33,10 @@ class Attention:
         self.comm = comm
         self.scale = config.head_dim**-0.5
         self.wq_a = reader.fp8(f"{prefix}.wq_a")
-        self.q_norm = reader.bf16(f"{prefix}.q_norm.weight")
+        self.q_norm = reader.f32(f"{prefix}.q_norm.weight")
         self.wq_b = reader.fp8(f"{prefix}.wq_b")  # (H_local * D, Q)
         self.wkv = reader.fp8(f"{prefix}.wkv")
-        self.kv_norm = reader.bf16(f"{prefix}.kv_norm.weight")
+        self.kv_norm = reader.f32(f"{prefix}.kv_norm.weight")
         self.sink = reader.f32(f"{prefix}.attn_sink")  # (H_local,)
         groups = reader.plan.groups_per_rank
         self.wo_a = reader.fp8(f"{prefix}.wo_a").unflatten(0, (groups, config.o_lora_rank))  # (G, R, H/G * D)

@@ -26,8 +26,8 @@ class HyperConnection:
     def __init__(self, config: ModelConfig, name: str, reader: ShardReader) -> None:
         self.config = config
         self.fn = reader.wide(f"{name}_fn")  # ((2+C)·C, C·M)
-        self.base = reader.f32(f"{name}_base")
-        self.scale = reader.f32(f"{name}_scale")
+        self.base = reader.wide(f"{name}_base")
+        self.scale = reader.wide(f"{name}_scale")
 
     def __call__(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """stream bf16 [T, C, M] -> pre [T, C], post [T, C], comb [T, C, C], float32."""
@@ -50,8 +50,8 @@ class Block:
     ) -> None:
         self.config = config
         self.layer = layer
-        self.attn_norm = reader.bf16(f"{layer.prefix}.attn_norm.weight")
-        self.ffn_norm = reader.bf16(f"{layer.prefix}.ffn_norm.weight")
+        self.attn_norm = reader.f32(f"{layer.prefix}.attn_norm.weight")
+        self.ffn_norm = reader.f32(f"{layer.prefix}.ffn_norm.weight")
         self.hc_attn = HyperConnection(config, f"{layer.prefix}.hc_attn", reader)
         self.hc_ffn = HyperConnection(config, f"{layer.prefix}.hc_ffn", reader)
         self.attention = Attention(config, layer, reader, comm)

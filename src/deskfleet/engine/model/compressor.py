@@ -27,9 +27,9 @@ class Compressor:
         self.ratio = layer.compress_ratio
         self.wkv = reader.wide(f"{prefix}.compressor.wkv.weight")
         self.wgate = reader.wide(f"{prefix}.compressor.wgate.weight") if self.ratio > 1 else None
-        self.norm = reader.bf16(f"{prefix}.compressor.norm.weight")
+        self.norm = reader.f32(f"{prefix}.compressor.norm.weight")
         self.wk = reader.wide(f"{prefix}.indexer.wk.weight")
-        self.k_norm = reader.bf16(f"{prefix}.indexer.k_norm.weight")
+        self.k_norm = reader.f32(f"{prefix}.indexer.k_norm.weight")
         self.rope = yarn_table(config)
 
     def __call__(self, x: Tensor, step: Step) -> None:

@@ -83,9 +83,9 @@ class DraftModel:
         self.config = config
         self.vocabulary = vocabulary
         self.main_proj = reader.fp8(f"{first}.main_proj")
-        self.main_norm = reader.bf16(f"{first}.main_norm.weight")
+        self.main_norm = reader.f32(f"{first}.main_norm.weight")
         self.blocks = [Block(config, layer, reader, comm) for layer in config.draft_layers]
-        self.norm = reader.bf16(f"{last}.norm.weight")
+        self.norm = reader.f32(f"{last}.norm.weight")
         markov = f"{last}.markov_head"
         self.markov = VocabularyShard(config, reader, comm, f"{markov}.embed.weight", f"{markov}.head.weight")
         self.confidence = reader.wide(f"{last}.confidence_head.proj.weight")

@@ -61,7 +61,7 @@ class V41Model:
         config = reader.plan.config
         self.config = config
         self.vocabulary = VocabularyShard(config, reader, comm, "embed.weight", "head.weight")
-        self.norm = reader.bf16("norm.weight")
+        self.norm = reader.f32("norm.weight")
         self.blocks = [Block(config, layer, reader, comm) for layer in config.layers]
         self.engrams = {
             layer.index: Engram(config, layer, reader, comm) for layer in config.layers if layer.has_engram

@@ -27,7 +27,7 @@ class VisionTower:
         self.blocks = [
             VisionBlock(config, f"vision.blocks.{b}", reader) for b in range(config.num_hidden_layers)
         ]
-        self.norm = reader.bf16("vision.norm.weight")
+        self.norm = reader.f32("vision.norm.weight")
         self.aligner = [
             (reader.wide(f"aligner.{n}.weight"), reader.wide(f"aligner.{n}.bias")) for n in ("w1", "w2")
         ]
@@ -71,8 +71,8 @@ class VisionBlock:
 
     def __init__(self, config: VisionConfig, prefix: str, reader: ShardReader) -> None:
         self.num_heads = config.num_attention_heads
-        self.norm1 = reader.bf16(f"{prefix}.norm1.weight")
-        self.norm2 = reader.bf16(f"{prefix}.norm2.weight")
+        self.norm1 = reader.f32(f"{prefix}.norm1.weight")
+        self.norm2 = reader.f32(f"{prefix}.norm2.weight")
         self.wqkv, self.wqkv_bias = (
             reader.wide(f"{prefix}.attn.wqkv.weight"),
             reader.wide(f"{prefix}.attn.wqkv.bias"),
