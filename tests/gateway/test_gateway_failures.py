@@ -76,10 +76,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-        "tools[0].function.strict",
-    ),
     ({"tools": [*TOOLS, *TOOLS]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),

@@ -153,7 +153,7 @@ def test_tables_against_their_primes_are_reported(tmp_path: Path) -> None:
     inspection = inspect_checkpoint(directory)
     assert inspection.contents is not None  # names, shapes and bytes agree
     assert inspection.problems == (
-        "engram layer 1: its 12 columns have 12482 rows together, but engram_num_embeddings says 12386",
+        "engram layer 1: its 12 columns have 12458 rows together, but engram_num_embeddings says 12386",
     )
 
 

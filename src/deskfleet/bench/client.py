@@ -159,9 +159,10 @@ class _Exchange:
             if response.status >= 400:
                 raise _refusal(response.status, await response.read())
         except (aiohttp.ClientError, ValueError) as error:
+            # A refused connection says everything already; aiohttp's own words would say it three times.
+            detail = "" if isinstance(error, aiohttp.ClientConnectorError) else f": {error}"
             raise EngineError(
-                f"no server answers at {self._url}: {error}",
-                hint="start one with: deskfleet serve CHECKPOINT",
+                f"no server answers at {self._url}{detail}", hint="start one with: deskfleet serve CHECKPOINT"
             ) from error
         return response
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -135,7 +135,7 @@ class EngineClient:
             async for output in outputs:
                 yield TokenChunk(output.token_ids, output.logprobs, num_prompt_tokens, output.finish_reason)
 
-    async def score(self, token_ids: list[int]) -> np.ndarray:
+    async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits float32 [len(token_ids), V]: row i ranks the token after position i."""
         request = GenerateRequest(f"score-{uuid.uuid4().hex}", tuple(token_ids), SamplingParams(max_tokens=1))
         message = msgspec.structs.replace(await self._prepare(request, room=0), score=True)

@@ -13,6 +13,13 @@ from deskfleet.model.config import VisionConfig
 from deskfleet.model.vision import ImageGrid, plan_image, span_token_types
 
 _GREY = (127, 127, 127)
+_FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+)  # what ImageInput promises; other decoders are not offered to strangers' bytes
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+_MAX_PIXELS = 2**26  # 192 MiB once decoded; a file of a few KB can claim far more
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +35,11 @@ class PreparedImage:
 
 
 def prepare_image(data: bytes, vision: VisionConfig) -> PreparedImage:
-    """Decode, convert to RGB, pad to the planned size with grey borders. Raises RequestError for bad files."""
-    try:
-        with Image.open(io.BytesIO(data)) as opened:
-            image = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(
-            f"cannot decode an image of {len(data)} bytes: {error}", param="messages"
-        ) from error
+    """Decode, convert to RGB, pad to the planned size with grey borders. Raises RequestError for bad files.
+
+    As published: alpha is dropped, not blended, 16-bit grey is clipped, and EXIF orientation is not looked at.
+    """
+    image = _decode(data)
     width, height = image.size
     grid = plan_image(width, height, vision)
     size = (grid.width_px, grid.height_px)
@@ -44,6 +48,26 @@ def prepare_image(data: bytes, vision: VisionConfig) -> PreparedImage:
     else:
         resized = ImageOps.pad(image, size, color=_GREY)
     return PreparedImage(np.asarray(resized), grid)
+
+
+def _decode(data: bytes) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            if opened.width * opened.height > _MAX_PIXELS:
+                raise RequestError(
+                    f"image of {opened.width} x {opened.height} pixels exceeds {_MAX_PIXELS} pixels",
+                    param="messages",
+                )
+            opened.info.pop("transparency", None)  # no effect on RGB, and Pillow warns about some kinds
+            return opened.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise RequestError(
+            f"an image of {len(data)} bytes is not a readable {', '.join(_FORMATS)}", param="messages"
+        ) from error
+    except (OSError, ValueError, SyntaxError, *_BOMBS) as error:  # SyntaxError is Pillow's for broken chunks
+        raise RequestError(
+            f"cannot decode an image of {len(data)} bytes: {error}", param="messages"
+        ) from error
 
 
 __all__ = ["PreparedImage", "prepare_image"]

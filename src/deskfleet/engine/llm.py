@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from deskfleet.endpoint import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.stopping import cut_at_stop
+from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.model.checkpoint import Checkpoint
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class LLM:
         """Start the ranks; keyword options are those of EngineOptions. Raises DeskfleetError."""
         opened = Checkpoint.open(Path(checkpoint))
         self.config = opened.config
-        self.tokenizer = Tokenizer.from_file(str(opened.directory / "tokenizer.json"))
+        self.tokenizer = load_tokenizer(opened.directory)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="deskfleet-llm", daemon=True)
         self._thread.start()
@@ -63,12 +63,12 @@ class LLM:
         """Generate for all prompts at once (they share batches); one SamplingParams each, or one for all."""
         params = sampling if sampling is not None else SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        ids = [self.encode(p) if isinstance(p, str) else tuple(p) for p in prompts]
+        ids = [self.encode(p) if isinstance(p, str) else _plain(p) for p in prompts]
         return self._call(self._generate_all(list(zip(ids, each, strict=True))))
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits float32 [len(token_ids), V]."""
-        return self._call(self._client.score(list(token_ids)))
+        return self._call(self._client.score(_plain(token_ids)))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, nothing added."""
@@ -89,7 +89,13 @@ class LLM:
         self.close()
 
     async def _generate_all(self, work: list[tuple[tuple[int, ...], SamplingParams]]) -> list[Completion]:
-        return list(await asyncio.gather(*(self._generate_one(ids, params) for ids, params in work)))
+        tasks = [asyncio.ensure_future(self._generate_one(ids, params)) for ids, params in work]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # one that was refused, or Ctrl-C, ends the others too: nobody waits for them any more
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate_one(self, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
         token_ids: list[int] = []
@@ -106,12 +112,29 @@ class LLM:
         )
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # after Ctrl-C the work must not go on unseen
+            raise
 
     def _stop_loop(self) -> None:
+        asyncio.run_coroutine_threadsafe(_others_done(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _plain(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The same ids as Python integers: an array's own do not travel."""
+    return tuple(int(i) for i in token_ids)
+
+
+async def _others_done() -> None:
+    """Wait until every other task of this loop has ended: a start that was interrupted still has ranks to end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _start(checkpoint: Checkpoint, options: EngineOptions) -> EngineClient:

@@ -144,9 +144,9 @@ def _lead(core: EngineCore, control: Control) -> None:
 
 
 def _bytes_to_read(plan: ShardPlan, rank: int) -> int:
-    """Bytes of the classes a rank loads; Engram tables stay on disk and drafts are not served yet."""
-    by_class = plan.rank_bytes(rank)
-    return sum(n for kind, n in by_class.items() if kind not in (TensorClass.engram, TensorClass.draft))
+    """Bytes a rank loads: Engram tables stay on disk, drafts are not served yet, and only rank 0 sees images."""
+    left_out = {TensorClass.engram, TensorClass.draft} | ({TensorClass.vision} if rank > 0 else set())
+    return sum(num_bytes for kind, num_bytes in plan.rank_bytes(rank).items() if kind not in left_out)
 
 
 class _Progress:

@@ -42,12 +42,12 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     probabilities = weights / weights.sum()
     if params.top_p < 1:
         order = np.argsort(-probabilities, kind="stable")
-        before = np.cumsum(probabilities[order]) - probabilities[order]
+        before = np.concatenate(([0.0], np.cumsum(probabilities[order])[:-1]))
         probabilities[order[before >= params.top_p]] = 0.0  # the token that crosses top_p stays
-        probabilities[order[0]] = max(probabilities[order[0]], np.finfo(np.float64).tiny)
     if params.min_p > 0:
         probabilities[probabilities < params.min_p * probabilities.max()] = 0.0
-    return probabilities / probabilities.sum()
+    normalised: np.ndarray = probabilities / probabilities.sum()
+    return normalised
 
 
 def logprobs(logits: np.ndarray, token_id: int, count: int) -> TokenLogprob:

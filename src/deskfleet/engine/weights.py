@@ -37,7 +37,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 class ShardReader:
-    """Reads one rank's slices. `on_read(num_bytes)` is called as bytes arrive, for progress.
+    """Reads one rank's slices. `on_read(num_bytes)` is called as they arrive, with the bytes kept of each.
 
     Use as a context manager; files stay open between tensors.
     """
@@ -76,6 +76,7 @@ class ShardReader:
         local = self._allocate(shard.local_shape, dtype)
         if shard.dim is None:
             self._read_into(info, 0, local)
+            self._count(local.nbytes)
             return local
         _zero_padding(local, shard)
         filled = 0
@@ -85,6 +86,7 @@ class ShardReader:
             target[shard.dim] = slice(filled, filled + stop - start)
             local[tuple(target)] = part
             filled += stop - start
+            self._count(part.nbytes)
         return local
 
     def bf16(self, name: str) -> Tensor:
@@ -139,7 +141,7 @@ class ShardReader:
     def _read_into(self, info: TensorInfo, skip_bytes: int, target: np.ndarray) -> None:
         if target.nbytes == 0:
             return
-        view = memoryview(target.reshape(-1)).cast("B")
+        view = target.reshape(-1).view(np.uint8).data
         descriptor = self._open(info)
         done = 0
         while done < len(view):
@@ -155,8 +157,10 @@ class ShardReader:
                     hint="the file changed or shrank after it was opened; fetch it again",
                 )
             done += count
+
+    def _count(self, num_bytes: int) -> None:
         if self._on_read is not None:
-            self._on_read(len(view))
+            self._on_read(num_bytes)
 
     def _open(self, info: TensorInfo) -> int:
         key = str(info.path)

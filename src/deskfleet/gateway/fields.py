@@ -219,23 +219,28 @@ def _check_together(fields: ChatFields) -> None:
         )
     if fields.tool_choice not in (None, "auto", "none") and not fields.tools:
         raise RequestError("tool_choice asks for a call but tools is empty", param="tool_choice")
-    _refuse_strict(fields)
+    _refuse_strict_answer(fields)
 
 
-def _refuse_strict(fields: ChatFields) -> None:
-    """`strict` is a promise, and nothing constrains what the model writes yet."""
-    strict = [
-        f"tools[{i}].function.strict" for i, tool in enumerate(fields.tools or []) if tool.function.strict
-    ]
+def _refuse_strict_answer(fields: ChatFields) -> None:
+    """A strict schema for the whole answer is a promise, and nothing constrains what the model writes yet."""
     schema = getattr(fields.response_format, "json_schema", None)
     if schema is not None and schema.strict:
-        strict.append("response_format.json_schema.strict")
-    if strict:
         raise RequestError(
-            f"{strict[0]}: this server cannot enforce a schema yet",
-            param=strict[0],
+            "response_format.json_schema.strict: this server cannot enforce a schema yet",
+            param="response_format.json_schema.strict",
             hint="leave strict out; the schema is still shown to the model",
         )
+
+
+def unenforced_wishes(fields: ChatFields) -> tuple[str, ...]:
+    """What was asked for and is only shown to the model: strict tool schemas.
+
+    Agent frameworks send `strict: true` with every tool, so refusing it would lock them out; the answer says
+    in a header what was not enforced.
+    """
+    strict = any(tool.function.strict for tool in fields.tools or [])
+    return ("tools.strict",) if strict else ()
 
 
 def requested_max_tokens(fields: ChatFields) -> int | None:
@@ -304,4 +309,5 @@ __all__ = [
     "parse_fields",
     "requested_max_tokens",
     "resolve_thinking",
+    "unenforced_wishes",
 ]

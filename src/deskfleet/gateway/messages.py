@@ -11,7 +11,7 @@ What happens to fields the library has no use for:
 * `function_call` and `audio` on an assistant message would vanish from the prompt: refused.
 * `name` and `refusal` on messages, and fields nobody here has heard of, are ignored. `name` is what many
   frameworks send on tool results, where `tool_call_id` already says everything.
-* `strict: true` on a function promises arguments that obey the schema. Nothing enforces that yet: refused.
+* `strict: true` on a function is shown to the model, not enforced; a response header says so.
 """
 
 from __future__ import annotations

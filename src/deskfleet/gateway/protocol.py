@@ -40,7 +40,13 @@ from deskfleet.endpoint import GenerateRequest, ImageInput, SamplingParams, Toke
 from deskfleet.errors import EngineError, PromptTooLong, RequestError
 from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.gateway.failures import UnknownModel
-from deskfleet.gateway.fields import ChatFields, parse_fields, requested_max_tokens, resolve_thinking
+from deskfleet.gateway.fields import (
+    ChatFields,
+    parse_fields,
+    requested_max_tokens,
+    resolve_thinking,
+    unenforced_wishes,
+)
 from deskfleet.gateway.images import RequestImage, read_images
 from deskfleet.gateway.messages import ticket_number, to_recipe_messages
 from deskfleet.gateway.settings import GatewaySettings
@@ -57,6 +63,7 @@ class PreparedChat:
     conversion: ConversationRequest
     num_prompt_tokens: int
     stream: bool
+    unenforced: tuple[str, ...]
 
 
 class ChatProtocol:
@@ -94,7 +101,9 @@ class ChatProtocol:
             sampling=self._sampling(fields, conversion, num_prompt_tokens),
             images=tuple(ImageInput(image.data) for image in ordered),
         )
-        return PreparedChat(request, conversion, num_prompt_tokens, bool(fields.stream))
+        return PreparedChat(
+            request, conversion, num_prompt_tokens, bool(fields.stream), unenforced_wishes(fields)
+        )
 
     def parser(self, prepared: PreparedChat) -> AnswerParser:
         """Return the parser of this request's answer."""
