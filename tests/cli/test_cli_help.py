@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
-from conftest import CHECKPOINT, COMMAND, deskfleet, environment
+from cli_process import CHECKPOINT, COMMAND, Done, deskfleet, environment
 
 import deskfleet as package
 from deskfleet.cli.app import VERBS
@@ -38,8 +38,8 @@ def test_every_verb_is_listed_with_its_own_first_line() -> None:
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "bench engine"])
-def test_help_of_a_verb(verb: str) -> None:
-    done = deskfleet(*verb.split(), "--help")
+def test_help_of_a_verb(call: Callable[..., Done], verb: str) -> None:
+    done = call(*verb.split(), "--help")
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     assert lines[0].startswith(f"Usage: deskfleet {verb} ")
@@ -77,8 +77,11 @@ def test_version() -> None:
     assert deskfleet("--version").out == f"deskfleet {package.__version__}\n"
 
 
-def test_make_tiny_has_a_flag_for_every_size() -> None:
-    text = deskfleet("make-tiny", "--help", COLUMNS="100").out
+def test_make_tiny_has_a_flag_for_every_size(
+    call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = call("make-tiny", "--help").out
     for size in fields(TinySizes):
         assert f"--{size.name.replace('_', '-')} " in text
         if isinstance(size.default, int):
@@ -104,9 +107,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "verb", "message", "hint"), MISTAKES)
 def test_a_mistake_on_the_command_line(
-    arguments: tuple[str, ...], verb: str, message: str, hint: str
+    call: Callable[..., Done], arguments: tuple[str, ...], verb: str, message: str, hint: str
 ) -> None:
-    done = deskfleet(verb, *arguments)
+    done = call(verb, *arguments)
     said = done.err.splitlines()
     assert (done.code, done.out) == (2, "")
     assert said[0].startswith(f"error: {message}")
@@ -132,8 +135,16 @@ def test_an_error_is_an_object_with_json() -> None:
         ("DESKFLEET_LOG_LEVEL", "loud", "DESKFLEET_LOG_LEVEL is 'loud'", "use quiet, error, warning"),
     ],
 )
-def test_a_mistake_in_the_environment(name: str, value: str, message: str, hint: str) -> None:
-    done = deskfleet("inspect", CHECKPOINT, **{name: value})
+def test_a_mistake_in_the_environment(
+    call: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    message: str,
+    hint: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    done = call("inspect", CHECKPOINT)
     said = done.err.splitlines()
     assert done.code == 2
     assert said[0].startswith(f"error: {message}")
@@ -141,7 +152,7 @@ def test_a_mistake_in_the_environment(name: str, value: str, message: str, hint:
     assert hint in said[1]
 
 
-def test_output_that_nobody_reads_is_no_error(tmp_path: Path) -> None:
+def test_output_that_nobody_reads_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -156,7 +167,7 @@ def test_output_that_nobody_reads_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_json_output_is_one_line() -> None:
-    done = deskfleet("inspect", CHECKPOINT, "--json")
+def test_json_output_is_one_line(call: Callable[..., Done]) -> None:
+    done = call("inspect", CHECKPOINT, "--json")
     assert len(done.out.splitlines()) == 1
     json.loads(done.out)

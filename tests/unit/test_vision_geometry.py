@@ -81,6 +81,16 @@ def test_golden_image_spans(number: int) -> None:
     assert plan_image(grid.width_px, grid.height_px, tiny) == grid
 
 
+def test_shrinking_counts_the_newline_column_exactly() -> None:
+    """mw = 30.9354 and mh = 32.0021: a little less than the exact root would lose a row, and 14 pixels of width.
+
+    The scale is then min(30 * 42 / 2900, 32 * 42 / 3000) = 1260 / 2900, and the height 3000 * 1260 / 2900
+    = 1303.4, which holds 93 patches.
+    """
+    grid = plan_image(2900, 3000, PUBLISHED)
+    assert (grid.width_px, grid.height_px) == (1260, 93 * 14)
+
+
 def test_span_of_two_rows() -> None:
     grid = ImageGrid(126, 84, 6, 9, 2, 3)
     assert span_token_types(grid) == (0, 1, 1, 1, 2, 1, 1, 1, 2, 3)

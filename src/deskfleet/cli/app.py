@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return usage.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Python would complain once more when it flushes at exit.
+    except (BrokenPipeError, SystemExit):
+        # Whoever read our output has seen enough; typer turns that into an exit. Python would complain once more
+        # when it flushes what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

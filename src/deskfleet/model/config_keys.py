@@ -157,11 +157,11 @@ def parse_json_object(text: str, *, source: str) -> PublishedValues:
     except (ValueError, RecursionError) as error:  # ValueError: bad JSON, or an integer of absurd length
         raise ConfigError(f"{source}: not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}: must hold a JSON object, got {describe_json_value(data)}")
+        raise ConfigError(f"{source}: must hold a JSON object, got {_describe(data)}")
     return data
 
 
-def describe_json_value(value: object) -> str:
+def _describe(value: object) -> str:
     """Return `value` as it would stand in a JSON file, shortened to fit a message."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -261,7 +261,7 @@ class _NestedReader:
         if section is None:
             raise ConfigError(f"{self.source}: {name} is missing")
         if not isinstance(section, Mapping):
-            raise ConfigError(f"{self.source}: {name} must be an object, got {describe_json_value(section)}")
+            raise ConfigError(f"{self.source}: {name} must be an object, got {_describe(section)}")
         prefix = f"{name}." if name else ""
         _check_keys(section, (*known, *constants), IGNORED, prefix, self.source)
         _check_constants(section, constants, required, prefix, self.source)
@@ -290,8 +290,7 @@ class _NestedReader:
             or block[0] != block[1]
         ):
             raise ConfigError(
-                f"{self.source}: {name}.weight_block_size must be two equal integers, "
-                f"got {describe_json_value(block)}"
+                f"{self.source}: {name}.weight_block_size must be two equal integers, got {_describe(block)}"
             )
         return int(block[0])
 
@@ -342,7 +341,7 @@ def _check_model_type(model_type: object, source: str) -> None:
     if model_type is None:
         raise ConfigError(f"{source}: model_type is missing", hint=f"it should say {MODEL_TYPE}")
     raise ConfigError(
-        f"{source}: model_type is {describe_json_value(model_type)}, and only {MODEL_TYPE} can be read",
+        f"{source}: model_type is {_describe(model_type)}, and only {MODEL_TYPE} can be read",
         hint="give the directory of a DeepSeek-V4.1 checkpoint",
     )
 
@@ -372,15 +371,14 @@ def _check_constants(
             if key in required:
                 raise ConfigError(
                     f"{source}: {prefix}{key} is missing",
-                    hint=f"it should say {describe_json_value(expected)}",
+                    hint=f"it should say {_describe(expected)}",
                 )
             continue
         value = section[key]
         # `False == 0` and `1.0 == True`, and neither spelling is meant.
         if value != expected or isinstance(value, bool) != isinstance(expected, bool):
             raise ConfigError(
-                f"{source}: {prefix}{key} is {describe_json_value(value)}, and only "
-                f"{describe_json_value(expected)} is supported"
+                f"{source}: {prefix}{key} is {_describe(value)}, and only {_describe(expected)} is supported"
             )
 
 
@@ -412,8 +410,8 @@ def _convert(value: Any, hint: Any, key: str, source: str) -> Any:
         if not wrong:
             return tuple(value)
         value = wrong[0]
-        raise ConfigError(f"{source}: {key} must hold integers only, got {describe_json_value(value)} in it")
-    raise ConfigError(f"{source}: {key} must be {_kind(hint)}, got {describe_json_value(value)}")
+        raise ConfigError(f"{source}: {key} must hold integers only, got {_describe(value)} in it")
+    raise ConfigError(f"{source}: {key} must be {_kind(hint)}, got {_describe(value)}")
 
 
 def _kind(hint: Any) -> str:
@@ -452,7 +450,6 @@ __all__ = [
     "IGNORED",
     "MODEL_TYPE",
     "PublishedValues",
-    "describe_json_value",
     "nearest",
     "parse_json_object",
     "read_published",
