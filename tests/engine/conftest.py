@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.engine.engines import engine as engine
+from tests.engine.engines import llm as llm
 from tests.engine.golden import Harness
 
 

@@ -49,11 +49,14 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def capture(cls, command: str, argv: Sequence[str] | None = None) -> Self:
-        """Return the circumstances of now. `command` is what a reader types; `argv` is the process's own."""
+        """Return the circumstances of now. `command` is what a reader types, `argv` what this process was given.
+
+        By default the process's own arguments, without the directory of the program: that is no part of them.
+        """
         commit, is_dirty = _checkout(Path(__file__).parent)
         return cls(
             command=command,
-            argv=tuple(sys.orig_argv if argv is None else argv),
+            argv=(Path(sys.argv[0]).name, *sys.argv[1:]) if argv is None else tuple(argv),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=commit,
             is_dirty=is_dirty,

@@ -1,7 +1,8 @@
 """The command itself: which verbs there are, how errors leave, what the exit code is.
 
 Importing this costs typer and nothing else of weight: a verb's module is imported when the verb is used, so
-`deskfleet --help` answers at once. Exit codes are those of `deskfleet.errors`, plus 0 and 130 (Ctrl-C).
+`deskfleet --help` answers at once. Exit codes are those of `deskfleet.errors`, plus 0, 130 (Ctrl-C)
+and 143 (SIGTERM); `serve` and `demo` end with 0 after either, which is how they are meant to be stopped.
 
 With --json an error is also one JSON object on stdout, `{"error": {"type", "message", "hint", "exit_code"}}`,
 so that a program reads one stream; people get the same on stderr either way.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -35,10 +37,17 @@ VERBS = {
 CONTEXT = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
 
 _INTERRUPTED = 130
+_TERMINATED = 143
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come. Like KeyboardInterrupt: whatever is open is closed on the way out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (by default the process's own) and return its exit code."""
+    if argv is None:
+        signal.signal(signal.SIGTERM, _terminate)
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     as_json = "--json" in words
     try:
@@ -57,11 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return usage.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except _Terminated:
+        return _TERMINATED
     except (BrokenPipeError, SystemExit):
         # Whoever read our output has seen enough; typer turns that into an exit. Python would complain once more
         # when it flushes what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
 
 
 def _build(words: Sequence[str]) -> typer.Typer:

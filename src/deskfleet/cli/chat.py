@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +119,8 @@ class _Conversation:
         """Take turns until the input ends or says /exit."""
         interactive = sys.stdin.isatty()
         if interactive:
+            with suppress(ImportError):
+                importlib.import_module("readline")  # gives input() its editing and history
             say(f"{self._model} at {self._client.url}. /reset forgets, /exit ends.")
         while (line := _read_line(interactive=interactive)) is not None:
             if line == "/exit":
@@ -188,7 +191,9 @@ def _read_line(*, interactive: bool) -> str | None:
         line = sys.stdin.readline()
         return line.strip() if line else None
     try:
-        # input() writes its prompt to stdout, where only answers belong.
+        if sys.stdout.isatty():
+            return input("> ").strip()
+        # input() would write its prompt to stdout, where only answers belong.
         print("> ", end="", file=sys.stderr, flush=True)
         return input().strip()
     except EOFError:

@@ -113,7 +113,9 @@ class _Demo:
         else:
             print(_in_words(self._question, answer), flush=True)
         say()
-        say("The weights are random, so the words mean nothing; a later release brings a trained checkpoint.")
+        say(
+            "A tiny checkpoint has random weights: its words mean nothing. A later release brings a trained one."
+        )
         if not self._once:
             say(f"{ready.endpoint.model_id} stays up at {ready.endpoint.url}/v1 until Ctrl-C. Talk to it:")
             say(how_to_talk(ready))

@@ -55,14 +55,19 @@ def logprobs(logits: np.ndarray, token_id: int, count: int) -> TokenLogprob:
     wide = logits.astype(np.float64)
     shifted = wide - wide.max()
     normalised = shifted - np.log(np.exp(shifted).sum())
-    best = np.argsort(-normalised, kind="stable")[:count]
+    best = np.argsort(-wide, kind="stable")[
+        :count
+    ]  # by logit: what rounds to equal here is ranked as greedy does
     return TokenLogprob(
         token_id, float(normalised[token_id]), tuple((int(i), float(normalised[i])) for i in best)
     )
 
 
 def _draw(probabilities: np.ndarray, seed: int, place: int) -> int:
-    uniform = np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), place])).random()
+    key = np.array(
+        [seed & (2**64 - 1), place], dtype=np.uint64
+    )  # a list with a large seed would become floats
+    uniform = np.random.Generator(np.random.Philox(key=key)).random()
     cumulative = np.cumsum(probabilities)
     chosen = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     # Rounding of the last sum may point one past a token of probability zero at the end.

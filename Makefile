@@ -1,0 +1,58 @@
+# Everything a contributor types. `make` alone says what there is.
+
+BIN    := .venv/bin
+STAMP  := .venv/.installed
+INPUTS := pyproject.toml packages/deskfleet-engram/pyproject.toml requirements/torch-cpu.txt requirements/checks.txt
+TINY   := var/tiny
+PORT   ?= 8000
+JOBS   ?= 2
+
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS)
+
+.PHONY: help setup serve test test-slow check fix docs bench clean
+
+help:
+	@echo 'make setup   make .venv with everything installed'
+	@echo 'make serve   two ranks, one question answered, then up until Ctrl-C (PORT=8000)'
+	@echo 'make test    the tests, without those that take minutes (make test-slow has all)'
+	@echo 'make check   lint, types, layers, generated pages, changelog'
+	@echo 'make fix     format, fix what can be fixed, regenerate docs/reference'
+	@echo 'make bench   measure the engine into bench/results'
+
+setup: $(STAMP)
+
+$(STAMP): $(INPUTS)
+	@tools/setup.sh $@ $^
+
+serve: setup
+	@exec $(BIN)/deskfleet demo $(TINY) --tp 2 --port $(PORT)
+
+test: setup
+	$(PYTEST) -m 'not slow'
+
+test-slow: setup
+	$(PYTEST)
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/gen_docs.py --check
+	$(BIN)/python tools/check_changelog.py
+
+fix: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/python tools/gen_docs.py
+
+docs: setup
+	$(BIN)/python tools/gen_docs.py
+
+bench: setup
+	@[ -d $(TINY) ] || $(BIN)/deskfleet make-tiny $(TINY)
+	$(BIN)/deskfleet bench engine $(TINY) --out-dir bench/results
+	@$(BIN)/python tools/gen_docs.py
+
+clean:
+	rm -rf .venv var .mypy_cache .ruff_cache .import_linter_cache .hypothesis

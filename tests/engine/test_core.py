@@ -1,0 +1,209 @@
+"""The core's step without processes: what one request's numbers may do to another, and who is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from deskfleet.endpoint import SamplingParams
+from deskfleet.engine.batch import Segment
+from deskfleet.engine.core import EngineCore
+from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
+from deskfleet.engine.request import Request
+from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.scheduler import Scheduler
+from deskfleet.model.layout import Layout, ShardPlan
+from tests.engine.engines import greedy, random_ids
+from tests.engine.golden import checkpoint, token_map
+
+VOCAB = 8
+
+
+def adding(name: str, ids: Sequence[int], sampling: SamplingParams, *, score: bool = False) -> AddRequest:
+    return AddRequest(name, tuple(ids), bytes(len(ids)), (), sampling, score)
+
+
+def run(core: EngineCore) -> dict[str, list[RequestOutput]]:
+    """Step until nothing is left; outputs by request."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    while core.has_work:
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+@dataclass
+class CountingRunner:
+    """Stands in for a model of 8 tokens: the next token is the last one plus one. `broken` tokens give NaN rows."""
+
+    broken: frozenset[int] = frozenset()
+    limits: RunnerLimits = field(default_factory=lambda: RunnerLimits(max_num_seqs=4, max_model_len=32))
+    config: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(eos_token_id=7, engram_max_ngram_size=4)
+    )
+    num_rows: list[int] = field(default_factory=list)
+
+    def lead(
+        self, segments: Sequence[Segment], logit_rows: Sequence[int], image_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows = np.concatenate([segment.token_ids for segment in segments])
+        self.num_rows.append(len(rows))
+        logits = torch.zeros(len(logit_rows), VOCAB)
+        for place, row in enumerate(logit_rows):
+            logits[place, (int(rows[row]) + 1) % VOCAB] = 5.0
+            if int(rows[row]) in self.broken:
+                logits[place, 2:4] = torch.tensor([float("nan"), float("inf")])
+        return logits
+
+
+def core_of(runner: CountingRunner, *, max_num_batched_tokens: int = 64) -> EngineCore:
+    return EngineCore(runner, np.arange(VOCAB), max_num_batched_tokens=max_num_batched_tokens)  # type: ignore[arg-type]
+
+
+def test_a_request_with_bad_logits_fails_alone_and_is_never_sampled() -> None:
+    core = core_of(CountingRunner(broken=frozenset({3})))
+    core.add(adding("good", [0], greedy(6)))
+    core.add(adding("bad", [1, 1, 1], greedy(6)))  # 2, then 3, and there it breaks: at position 4
+    core.add(adding("also good", [5], greedy(2)))
+    outputs = run(core)
+    assert [output.token_ids for output in outputs["bad"]] == [(2,), (3,), ()]
+    assert outputs["bad"][-1].error == "2 logits of this request are not finite at position 4"
+    assert [i for output in outputs["also good"] for i in output.token_ids] == [6, 7]
+    # The other one runs into the same token by itself: it is told of its own position.
+    assert outputs["good"][-1].error == "2 logits of this request are not finite at position 3"
+    assert core.stats.num_finished == 3
+    assert core.stats.num_generated_tokens == 2 + 2 + 3
+
+
+def test_bad_logits_of_a_scored_prompt_are_refused_too() -> None:
+    core = core_of(CountingRunner(broken=frozenset({3})))
+    core.add(adding("score", [1, 2, 3, 4], SamplingParams(), score=True))
+    (output,) = run(core)["score"]
+    assert output.error == "2 logits of this request are not finite at position 3"
+    assert output.logits is None
+
+
+def test_cancelling_takes_effect_before_the_next_step() -> None:
+    runner = CountingRunner()
+    core = core_of(runner)
+    core.add(adding("a", [0], greedy(30)))
+    core.add(adding("b", [1], greedy(30)))
+    core.step()
+    core.cancel(Cancel("a"))
+    core.cancel(Cancel("a"))
+    core.cancel(Cancel("never heard of"))
+    core.step()
+    assert runner.num_rows == [2, 1]
+    assert (core.stats.num_cancelled, core.stats.num_finished, core.stats.num_running) == (1, 0, 1)
+    core.cancel(Cancel("b", is_satisfied=True))
+    assert (core.stats.num_cancelled, core.stats.num_finished, core.stats.num_running) == (1, 1, 0)
+    assert not core.has_work
+
+
+def test_every_end_has_its_reason() -> None:
+    core = core_of(CountingRunner())
+    core.add(adding("eos", [5], SamplingParams(temperature=0, max_tokens=9)))
+    core.add(adding("eos ignored", [5], greedy(4)))
+    core.add(adding("stop id", [0], SamplingParams(temperature=0, max_tokens=9, stop_token_ids=(2, 3))))
+    core.add(adding("context", [0] * 30, greedy(9)))
+    outputs = run(core)
+    found = {
+        name: ([i for output in each for i in output.token_ids], each[-1].finish_reason)
+        for name, each in outputs.items()
+    }
+    assert found == {
+        "eos": ([6, 7], "stop"),
+        "eos ignored": ([6, 7, 0, 1], "length"),
+        "stop id": ([1, 2], "stop"),
+        "context": ([1, 2], "length"),  # 30 + 2 = max_model_len
+    }
+
+
+def test_streams_get_a_token_in_every_step_whatever_prompts_arrive() -> None:
+    runner = CountingRunner(limits=RunnerLimits(max_num_seqs=4, max_model_len=64))
+    core = core_of(runner, max_num_batched_tokens=4)
+    core.add(adding("stream", [0], greedy(12)))
+    core.step()
+    for name in ("x", "y", "z"):
+        core.add(adding(name, [0] * 20, greedy(2)))
+    for _ in range(11):
+        assert "stream" in {output.request_id for output in core.step()}
+    assert max(runner.num_rows) <= 4
+    assert set(run(core)) >= {"y", "z"}
+
+
+@pytest.mark.parametrize("budget", [1, 3, 64])
+def test_a_small_budget_bounds_rows_and_starves_nobody(budget: int) -> None:
+    runner = CountingRunner()
+    core = core_of(runner, max_num_batched_tokens=budget)
+    for number in range(6):
+        core.add(adding(str(number), [number] * (number + 1), greedy(5)))
+    outputs = run(core)
+    assert max(runner.num_rows) <= budget
+    for number in range(6):
+        tokens = [i for output in outputs[str(number)] for i in output.token_ids]
+        assert tokens == [(number + 1 + k) % VOCAB for k in range(5)]
+
+
+def test_slots_are_reused_and_never_shared() -> None:
+    scheduler = Scheduler(max_num_seqs=2, max_num_batched_tokens=8)
+    requests = [
+        Request(str(n), np.zeros(2, np.int64), np.zeros(2, bool), SamplingParams(), seed=0) for n in range(4)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    assert [work.request for work in scheduler.schedule()] == requests[:2]
+    assert {request.slot for request in requests[:2]} == {0, 1}
+    freed = requests[0].slot
+    scheduler.remove(requests[0])
+    scheduler.remove(requests[0])  # twice must not free the slot twice
+    scheduler.schedule()
+    assert requests[2].slot == freed
+    assert requests[3].slot is None
+    scheduler.remove(requests[3])
+    assert not scheduler.waiting
+
+
+# --- the real model
+
+
+@pytest.fixture
+def real_core() -> EngineCore:
+    runner = ModelRunner(
+        checkpoint(),
+        ShardPlan(checkpoint().config, Layout(1)),
+        Communicator(),
+        RunnerLimits(max_num_seqs=3, max_model_len=64),
+        pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
+    )
+    with torch.inference_mode():
+        runner.model.vocabulary.embedding[77] = float("nan")
+    return EngineCore(runner, token_map(), max_num_batched_tokens=64)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [i for output in outputs for i in output.token_ids]
+
+
+def test_a_nan_inside_the_model_stays_in_its_request(real_core: EngineCore) -> None:
+    """Neither the requests of the same step nor those that take the slot later may see the other's NaN."""
+    good, poisonous = random_ids(10, seed=1), (5, 77, 6, 7)
+    assert 77 not in good
+    real_core.add(adding("before", good, greedy(4)))
+    expected = tokens_of(run(real_core)["before"])
+    real_core.add(
+        adding("poisonous", poisonous, greedy(4))
+    )  # takes the first slot: the first rows of every pool
+    real_core.add(adding("beside", good, greedy(4)))
+    outputs = run(real_core)
+    assert outputs["poisonous"][0].error == "512 logits of this request are not finite at position 3"
+    assert tokens_of(outputs["beside"]) == expected, outputs["beside"][0].error
+    real_core.add(adding("after", good, greedy(4)))
+    outputs = run(real_core)
+    assert tokens_of(outputs["after"]) == expected, outputs["after"][0].error

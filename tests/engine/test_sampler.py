@@ -1,0 +1,182 @@
+"""Sampling: the distribution is the one asked for, draws follow it, and a seed decides everything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from deskfleet.endpoint import SamplingParams
+from deskfleet.engine.sampler import distribution, logprobs, sample
+
+# 0.1 % of the chi-square distribution lies beyond these, by degrees of freedom.
+CHI_SQUARE_999 = {2: 13.816, 4: 18.467, 5: 20.515, 7: 24.322, 9: 27.877}
+
+
+def enumerate_distribution(logits: list[float], params: SamplingParams) -> list[float]:
+    """The same in plain Python: sort the tokens, walk down the list, keep or drop."""
+    temperature = max(params.temperature, 1e-5)
+    top = max(logits)
+    weight = {token: math.exp((logit - top) / temperature) for token, logit in enumerate(logits)}
+    ranked = sorted(weight, key=lambda token: (-weight[token], token))
+    kept = ranked[: params.top_k] if params.top_k else ranked
+    total = math.fsum(weight[token] for token in kept)
+    if params.top_p < 1:
+        nucleus, mass = [], 0.0
+        for token in kept:
+            if mass >= params.top_p:
+                break
+            nucleus.append(token)
+            mass += weight[token] / total
+        kept = nucleus
+    best = weight[kept[0]]
+    kept = [token for token in kept if weight[token] >= params.min_p * best]
+    total = math.fsum(weight[token] for token in kept)
+    return [weight[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+def close_call(logits: list[float], params: SamplingParams) -> bool:
+    """Whether rounding may decide if a token is kept: a running sum on top_p, or a ratio on min_p."""
+    unfiltered = enumerate_distribution(logits, replace(params, top_p=1.0, min_p=0.0))
+    sums = np.cumsum(sorted(unfiltered, reverse=True))
+    ratios = np.array(unfiltered) / max(unfiltered)
+    return bool(np.any(abs(sums - params.top_p) < 1e-9) or np.any(abs(ratios - params.min_p) < 1e-9))
+
+
+# Few distinct values, so that ties are common.
+LOGITS = st.lists(
+    st.one_of(st.integers(-3, 3).map(float), st.floats(-30, 30, width=32)), min_size=1, max_size=12
+)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([1e-6, 0.2, 0.7, 1.0, 1.5, 5.0, 1e6]),
+    top_k=st.integers(0, 13),
+    top_p=st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(LOGITS, PARAMS)
+def test_the_distribution_is_the_enumerated_one(logits: list[float], params: SamplingParams) -> None:
+    assume(params.min_p in (0.0, 1.0) or not close_call(logits, params))
+    assume(params.top_p == 1.0 or not close_call(logits, params))
+    found = distribution(np.array(logits, np.float32), params)
+    expected = enumerate_distribution([float(np.float32(x)) for x in logits], params)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-300, err_msg=f"{params} {logits}")
+    assert [p > 0 for p in found] == [p > 0 for p in expected]
+
+
+@settings(deadline=None, max_examples=100)
+@given(LOGITS, PARAMS, st.integers(0, 2**63))
+def test_a_draw_is_never_a_filtered_token(logits: list[float], params: SamplingParams, seed: int) -> None:
+    array = np.array(logits, np.float32)
+    allowed = set(np.flatnonzero(distribution(array, params)))
+    assert {sample(array, params, seed=seed, place=place).token_id for place in range(20)} <= allowed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=2.0),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=1.7, top_k=6, top_p=0.95, min_p=0.05),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by", ["place", "seed"])
+def test_draws_follow_the_distribution(params: SamplingParams, by: str) -> None:
+    """Chi-square over 4,000 draws: places of one seed, and first places of many seeds."""
+    logits = np.array([0.3, 2.0, -1.0, 1.9, 0.0, -4.0, 1.0, 0.3, -0.5, 1.2], np.float32)
+    expected = distribution(logits, params) * 4000
+    drawn = [
+        sample(logits, params, seed=11 if by == "place" else n, place=n if by == "place" else 0).token_id
+        for n in range(4000)
+    ]
+    counts = np.bincount(drawn, minlength=len(logits))
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    degrees = int(possible.sum()) - 1
+    limit = CHI_SQUARE_999[min(d for d in CHI_SQUARE_999 if d >= degrees)]
+    assert statistic < limit, (
+        f"{params} by {by}: chi-square {statistic:.1f} with {degrees} degrees of freedom"
+    )
+
+
+def test_a_seed_and_a_place_decide_the_draw() -> None:
+    logits = np.zeros(1000, np.float32)
+    params = SamplingParams()
+
+    def draws(seed: int) -> list[int]:
+        return [sample(logits, params, seed=seed, place=place).token_id for place in range(50)]
+
+    assert draws(5) == draws(5)
+    assert draws(5) != draws(6)
+    assert len(set(draws(5))) > 40, "places of one seed repeat each other"
+    # Neighbouring seeds are no shifted copies of each other.
+    assert not set(zip(draws(5), draws(5)[1:], strict=False)) & set(zip(draws(6), draws(6)[1:], strict=False))
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)])
+def test_any_64_bit_seed_works(seed: int) -> None:
+    logits = np.zeros(1000, np.float32)
+
+    def draws(seed: int) -> list[int]:
+        return [sample(logits, SamplingParams(), seed=seed, place=place).token_id for place in range(8)]
+
+    neighbour = seed - 1 if seed > 0 else seed + 1
+    assert draws(seed) == draws(seed)
+    assert draws(seed) != draws(neighbour)
+
+
+def test_temperature_zero_is_the_likeliest_and_ties_go_to_the_lower_id() -> None:
+    logits = np.array([0.0, 3.0, 1.0, 3.0, 3.0], np.float32)
+    assert sample(logits, SamplingParams(temperature=0), seed=1, place=0).token_id == 1
+    assert sample(logits, SamplingParams(temperature=0, top_k=1), seed=2, place=9).token_id == 1
+    # And so for the filters: of equals, the lower id stays.
+    assert np.flatnonzero(distribution(logits, SamplingParams(top_k=2))).tolist() == [1, 3]
+    assert np.flatnonzero(distribution(logits, SamplingParams(top_p=0.1))).tolist() == [1]
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_uniform() -> None:
+    logits = np.array([80.0, -80.0, 80.5, 3e38, -3e38], np.float32)
+    assert distribution(logits, SamplingParams(temperature=1e-300)).tolist() == [0, 0, 0, 1, 0]
+    uniform = distribution(logits[:3], SamplingParams(temperature=1e30))
+    np.testing.assert_allclose(uniform, [1 / 3] * 3, rtol=1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(LOGITS, st.data())
+def test_logprobs_are_log_softmax_of_the_untouched_logits(logits: list[float], data: st.DataObject) -> None:
+    array = np.array(logits, np.float32)
+    token = data.draw(st.integers(0, len(logits) - 1))
+    count = data.draw(st.integers(0, len(logits)))
+    wide = [float(x) for x in array]
+    log_sum = max(wide) + math.log(math.fsum(math.exp(x - max(wide)) for x in wide))
+    found = logprobs(array, token, count)
+    assert found.token_id == token
+    assert found.logprob == pytest.approx(wide[token] - log_sum, rel=1e-12, abs=1e-12)
+    ranked = sorted(range(len(wide)), key=lambda i: (-wide[i], i))[:count]
+    assert [i for i, _ in found.top] == ranked
+    assert [p for _, p in found.top] == pytest.approx(
+        [wide[i] - log_sum for i in ranked], rel=1e-12, abs=1e-12
+    )
+
+
+def test_sampling_parameters_do_not_touch_logprobs() -> None:
+    logits = np.array([1.0, 2.0, 3.0], np.float32)
+    params = SamplingParams(temperature=0.1, top_k=1, logprobs=3)
+    sampled = sample(logits, params, seed=0, place=0)
+    assert sampled.logprob == logprobs(logits, sampled.token_id, 3)
+    assert sample(logits, replace(params, logprobs=None), seed=0, place=0).logprob is None
+    assert sample(logits, replace(params, logprobs=0), seed=0, place=0).logprob == logprobs(logits, 2, 0)

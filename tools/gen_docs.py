@@ -1,0 +1,172 @@
+"""Writes the pages of docs/reference from what they describe. With --check, only says which are out of date.
+
+    python tools/gen_docs.py [--check]
+
+cli.md is what each verb's --help prints, environment.md the registry in deskfleet.env, errors.md the tree in
+deskfleet.errors, benchmarks.md the files in bench/results. Nothing on these pages is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import inspect
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from deskfleet import env, errors
+from deskfleet.bench.report import render_report
+from deskfleet.cli.app import VERBS, main
+from deskfleet.errors import DeskfleetError
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = Path("docs/reference")
+WIDTH = "100"
+NOTICE = "<!-- Made by tools/gen_docs.py (make fix). Changes belong into what it describes. -->\n"
+
+COMMANDS = (*((verb,) for verb in VERBS), ("bench", "engine"))
+
+
+def cli_page() -> str:
+    """Return the help of every verb, as printed 100 columns wide."""
+    parts = ["# Command line\n", NOTICE, _fenced(_help())]
+    for command in sorted(COMMANDS):
+        parts += [f"## deskfleet {' '.join(command)}\n", _fenced(_help(*command))]
+    parts += [
+        "## Exit codes\n",
+        "| code | meaning |\n|---:|---|\n"
+        "| 0 | done; for `serve` and `demo` also: stopped by Ctrl-C or SIGTERM |\n"
+        "| 1 | the verdict is no: it does not fit |\n"
+        "| 2 | bad input: a flag, a variable, a file's content |\n"
+        "| 3 | a machine or a file failed: a checkpoint is damaged, a port is taken, a rank died |\n"
+        "| 130, 143 | interrupted by Ctrl-C, by SIGTERM |\n",
+        "## Output\n",
+        "Results go to stdout, everything else to stderr. An error is a line `error: ...`, then a line `hint: ...`\n"
+        "where there is something to do about it. With `--json` an error is also an object on stdout,\n"
+        '`{"error": {"type", "message", "hint", "exit_code"}}`. `NO_COLOR` is obeyed.\n',
+    ]
+    return "\n".join(parts)
+
+
+def environment_page() -> str:
+    """Return the table of variables."""
+    rows = [
+        f"| `{variable.name}` | {', '.join(f'`{value}`' for value in variable.values)} | `{variable.default}` "
+        f"| {variable.meaning} |"
+        for variable in env.VARIABLES
+    ]
+    return "\n".join(
+        [
+            "# Environment variables\n",
+            NOTICE,
+            f"A variable that starts with `{env.PREFIX}` and is not listed here is an error.\n",
+            "| variable | values | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def errors_page() -> str:
+    """Return the tree of errors: names indented by descent, exit codes, first lines of their descriptions."""
+    rows = [
+        f"| {'&emsp;' * depth}`{kind.__name__}` | {kind.exit_code} | {_first_line(kind)} |"
+        for kind, depth in _descend(DeskfleetError, 0)
+    ]
+    return "\n".join(
+        [
+            "# Errors\n",
+            NOTICE,
+            "Everything deskfleet raises on purpose, from `deskfleet.errors`. The exit code is the command's.\n",
+            "| error | exit code | meaning |",
+            "|---|---:|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def benchmarks_page() -> str:
+    """Return the tables of every file in bench/results."""
+    report = render_report(sorted((ROOT / "bench" / "results").glob("*.json")))
+    intro = (
+        "Each table comes from one file in `bench/results`. Times on shared machines are worth little; the ratios\n"
+        "between rows of one table were measured side by side. `make bench` adds a file.\n"
+    )
+    return "\n".join(["# Benchmarks\n", NOTICE, intro, report])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": cli_page,
+    "environment.md": environment_page,
+    "errors.md": errors_page,
+    "benchmarks.md": benchmarks_page,
+}
+
+
+def _help(*command: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main([*command, "--help"])
+    if code != 0:
+        raise SystemExit(f"deskfleet {' '.join(command)} --help ended with {code}")
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+
+
+def _fenced(text: str) -> str:
+    return f"```\n{text}\n```\n"
+
+
+def _descend(kind: type[DeskfleetError], depth: int) -> Iterator[tuple[type[DeskfleetError], int]]:
+    """Yield `kind` and what derives from it in deskfleet.errors, in the order written there."""
+    yield kind, depth
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from _descend(child, depth + 1)
+
+
+def _first_line(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").partition("\n")[0]
+
+
+def _report_stale(path: Path, old: str, new: str) -> None:
+    print(f"{path} is out of date; run: make fix", file=sys.stderr)
+    lines = difflib.unified_diff(
+        old.splitlines(), new.splitlines(), "committed", "generated", lineterm="", n=1
+    )
+    for line in list(lines)[:20]:
+        print(f"  {line}", file=sys.stderr)
+
+
+def run(*, check: bool) -> int:
+    """Write every page, or with `check` compare them; return 1 when one is out of date."""
+    os.environ |= {"COLUMNS": WIDTH, "NO_COLOR": "1"}
+    stale = False
+    for name, render in PAGES.items():
+        path, new = ROOT / REFERENCE / name, render()
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if old == new:
+            continue
+        if check:
+            stale = True
+            _report_stale(REFERENCE / name, old, new)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {REFERENCE / name}")
+    return int(stale)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when a page is out of date"
+    )
+    sys.exit(run(check=parser.parse_args().check))
