@@ -3,17 +3,22 @@
     python tools/gen_docs.py [--check]
 
 cli.md is what each verb's --help prints, environment.md the registry in deskfleet.env, errors.md the tree in
-deskfleet.errors, benchmarks.md the files in bench/results. Nothing on these pages is written by hand.
+deskfleet.errors, chat-completions.md the tables of deskfleet.gateway.fields, benchmarks.md the files in
+bench/results. ARCHITECTURE.md carries the tree of modules, each with the first sentence of its docstring. Nothing
+of this is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import inspect
 import io
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +27,7 @@ from deskfleet import env, errors
 from deskfleet.bench.report import render_report
 from deskfleet.cli.app import VERBS, main
 from deskfleet.errors import DeskfleetError
+from deskfleet.gateway import fields
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path("docs/reference")
@@ -101,11 +107,72 @@ def benchmarks_page() -> str:
     return "\n".join(["# Benchmarks\n", NOTICE, intro, report])
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "cli.md": cli_page,
-    "environment.md": environment_page,
-    "errors.md": errors_page,
-    "benchmarks.md": benchmarks_page,
+def chat_completions_page() -> str:
+    """Return which fields of a chat request are honoured, resolved or refused."""
+    honoured = ", ".join(f"`{name}`" for name in fields.ChatFields.__struct_fields__)
+    efforts = [f"| `{spelled}` | {tier or 'thinking off'} |" for spelled, tier in fields.EFFORT_TIERS.items()]
+    refused = [
+        f"| `{name}` | {_json(neutral)} | {reason} |"
+        for name, (neutral, reason) in fields.UNSUPPORTED.items()
+    ]
+    return "\n".join(
+        [
+            "# Chat Completions: fields\n",
+            NOTICE,
+            (inspect.getdoc(fields) or "").partition("\n\n")[2] + "\n",
+            f"## Honoured\n\n{honoured}\n",
+            "`tools[].function.strict` is shown to the model and not enforced; the answer then carries the header\n"
+            "`x-deskfleet-unenforced: tools.strict`.\n",
+            "## Effort\n\n| as sent | the publisher's tier |\n|---|---|",
+            *efforts,
+            "\n## Refused\n\n| field | the value that asks for nothing | why anything else is refused |\n|---|---|---|",
+            *refused,
+            "",
+        ]
+    )
+
+
+def architecture_page() -> str:
+    """Return ARCHITECTURE.md with its tree of modules renewed."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    begin, end = "<!-- tree:begin", "<!-- tree:end -->"
+    head, rest = text.split(begin)
+    first_line, tail = rest.partition("\n")[0], rest.split(end)[1]
+    return f"{head}{begin}{first_line}\n{_fenced(_tree())}{end}{tail}"
+
+
+def _tree() -> str:
+    lines = []
+    for root in ("src/deskfleet", "packages/deskfleet-engram/src/deskfleet_engram"):
+        lines.append(f"{root}/")
+        for path in sorted(
+            (ROOT / root).rglob("*.py"), key=lambda p: (p.parent, p.name != "__init__.py", p.name)
+        ):
+            docstring = ast.get_docstring(ast.parse(path.read_text()))
+            if docstring is None:
+                continue
+            name = path.relative_to(ROOT / root)
+            is_package = name.name == "__init__.py"
+            shown = f"{name.parent.name}/" if is_package else name.name
+            depth = len(name.parts) - (1 if is_package else 0)
+            if name == Path("__init__.py"):
+                continue
+            sentence = re.split(r"(?<=[.:])\s", " ".join(docstring.split()), maxsplit=1)[0].rstrip(":.")
+            lines.append(f"{'  ' * depth}{shown:<{max(24 - 2 * depth, 1)}} {sentence}")
+    return "\n".join(lines)
+
+
+def _json(value: object) -> str:
+    return f"`{json.dumps(value)}`"
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    Path("ARCHITECTURE.md"): architecture_page,
+    REFERENCE / "chat-completions.md": chat_completions_page,
+    REFERENCE / "cli.md": cli_page,
+    REFERENCE / "environment.md": environment_page,
+    REFERENCE / "errors.md": errors_page,
+    REFERENCE / "benchmarks.md": benchmarks_page,
 }
 
 
@@ -148,17 +215,17 @@ def run(*, check: bool) -> int:
     os.environ |= {"COLUMNS": WIDTH, "NO_COLOR": "1"}
     stale = False
     for name, render in PAGES.items():
-        path, new = ROOT / REFERENCE / name, render()
+        path, new = ROOT / name, render()
         old = path.read_text(encoding="utf-8") if path.exists() else ""
         if old == new:
             continue
         if check:
             stale = True
-            _report_stale(REFERENCE / name, old, new)
+            _report_stale(name, old, new)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(new, encoding="utf-8")
-            print(f"wrote {REFERENCE / name}")
+            print(f"wrote {name}")
     return int(stale)
 
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from deskfleet.endpoint import Endpoint, GenerateRequest, SamplingParams
-from deskfleet.engine.client import EngineClient, EngineOptions, LoadProgress
+from deskfleet.engine.client import EngineClient, EngineOptions, LoadedRank, LoadProgress
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.app import serving
 from deskfleet.gateway.settings import GatewaySettings
@@ -41,21 +41,10 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
-    """One loaded rank. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own."""
-
-    rank: int
-    pid: int
-    weight_bytes: int
-    cache_bytes: int
-    load_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RanksReady:
     """Every rank is loaded and has met the others; the port is still closed."""
 
-    ranks: tuple[RankFacts, ...]
+    ranks: tuple[LoadedRank, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +52,7 @@ class Ready:
     """The port is open and answers come out of it."""
 
     endpoint: Endpoint
-    ranks: tuple[RankFacts, ...]
+    ranks: tuple[LoadedRank, ...]
 
     @property
     def tp_size(self) -> int:
@@ -114,7 +103,7 @@ async def _launch(options: ServeOptions, on_event: Callable[[ServeEvent], None])
     engine = EngineClient(checkpoint, options.engine, on_load=on_event)  # refuses an impossible layout
     check_port(settings.host, settings.port)
     async with engine:
-        ranks = _rank_facts(engine)
+        ranks = engine.ranks
         on_event(RanksReady(ranks))
         await check_answers(engine)
         async with serving(engine, settings) as endpoint:
@@ -167,16 +156,6 @@ def check_port(host: str, port: int) -> None:
             else:
                 reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
             raise DeskfleetError(reason, hint="choose another --port, or 0 for any free one") from error
-
-
-def _rank_facts(engine: EngineClient) -> tuple[RankFacts, ...]:
-    facts = []
-    for rank in engine._ranks:
-        ready = rank.ready.result()
-        facts.append(
-            RankFacts(rank.number, rank.process.pid, ready.weight_bytes, ready.cache_bytes, ready.load_s)
-        )
-    return tuple(facts)
 
 
 class ServerThread:
@@ -235,7 +214,6 @@ class ServerThread:
 
 
 __all__ = [
-    "RankFacts",
     "RanksReady",
     "Ready",
     "ServeEvent",

@@ -31,7 +31,7 @@ class DecodeSuite:
     checkpoint: Path
     tp_sizes: tuple[int, ...] = (1, 2)
     batches: tuple[int, ...] = (1, 4)
-    num_tokens: int = 64
+    num_tokens: int = 32
     num_prompt_tokens: int = 32
     rounds: int = 5
     threads_per_rank: int | None = None

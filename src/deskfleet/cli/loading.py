@@ -9,8 +9,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from deskfleet.cli.terminal import say, talk_console
-from deskfleet.engine.client import LoadProgress
-from deskfleet.serve import RankFacts, RanksReady, ServeEvent
+from deskfleet.engine.client import LoadedRank, LoadProgress
+from deskfleet.serve import RanksReady, ServeEvent
 from deskfleet.units import format_bytes
 
 
@@ -80,7 +80,7 @@ class LoadReport:
             self._totals[event.rank] = event.total_bytes
         self._progress.update(self._tasks[event.rank], completed=event.done_bytes)
 
-    def _finish(self, rank: RankFacts) -> None:
+    def _finish(self, rank: LoadedRank) -> None:
         if self._progress is None:
             say(
                 f"rank {rank.rank}: {format_bytes(rank.weight_bytes)} of weights in {rank.load_s:.1f} s, "
