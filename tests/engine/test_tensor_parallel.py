@@ -77,10 +77,10 @@ def group_of(tp_size: int, allocate: Allocate | None = None) -> Lockstep:
 
 
 def drive(group: Lockstep) -> tuple[bytes, list[int]]:
-    """Score a prompt in two steps, beside a short one that decodes."""
-    core = EngineCore(group.leader, token_map(), max_num_batched_tokens=80)
-    core.add(AddRequest("decode", SCORED[:20], bytes(20), (), greedy(3)))
-    core.add(AddRequest("score", SCORED[:120], bytes(120), (), SamplingParams(), score=True))
+    """Score a prompt beside a short one that decodes, in two steps: watching every operator takes its time."""
+    core = EngineCore(group.leader, token_map(), max_num_batched_tokens=128)
+    core.add(AddRequest("decode", SCORED[:20], bytes(20), (), greedy(2)))
+    core.add(AddRequest("score", SCORED[:100], bytes(100), (), SamplingParams(), score=True))
     logits, tokens = b"", []
     with group:
         while core.has_work:
