@@ -15,4 +15,7 @@ def test_every_file_matches_its_recorded_hash():
     assert found - {"MANIFEST.json", "README.md"} == set(manifest)
     for name, expected in manifest.items():
         content = (ROOT / name).read_bytes()
-        assert (hashlib.sha256(content).hexdigest(), len(content)) == (expected["sha256"], expected["bytes"]), name
+        assert (hashlib.sha256(content).hexdigest(), len(content)) == (
+            expected["sha256"],
+            expected["bytes"],
+        ), name

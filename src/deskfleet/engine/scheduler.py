@@ -32,8 +32,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        # Never more running requests than rows: each must get its token in every step, or it would stand still.
-        self._free_slots = list(range(min(max_num_seqs, max_num_batched_tokens)))[::-1]
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.running)
