@@ -20,13 +20,16 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 
+from deskfleet.engine import messages
 from deskfleet.engine.client import EngineClient, EngineOptions, LoadProgress
 from deskfleet.engine.llm import LLM
+from deskfleet.engine.process import RankProcess, cause_of_end
 from deskfleet.errors import EngineError, RankDied
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import engram_column_rows_of
@@ -91,6 +94,45 @@ async def ends_with(work: Awaitable[Any], error: type[Exception], *, within_s: f
         with pytest.raises(error) as failure:
             await work
     return failure.value
+
+
+# --- whose end it was
+
+KILLED, OWN_WORD, SILENT, LOST_PEER, HANGING = (
+    (-signal.SIGKILL, None),
+    (3, ("out of luck", False)),
+    (1, None),
+    (3, ("RuntimeError: Connection closed by peer", True)),
+    (None, ("stuck on the way out", False)),
+)
+
+
+@pytest.mark.parametrize(
+    ("ends", "sentence"),
+    [
+        ([LOST_PEER, KILLED], "rank 1 was killed by SIGKILL"),
+        ([OWN_WORD, KILLED], "rank 1 was killed by SIGKILL"),
+        ([LOST_PEER, OWN_WORD], "rank 1 failed: out of luck"),
+        ([SILENT, OWN_WORD], "rank 1 failed: out of luck"),
+        ([LOST_PEER, SILENT], "rank 1 exited with code 1: last words"),
+        ([OWN_WORD, OWN_WORD], "rank 0 failed: out of luck"),
+        ([LOST_PEER, LOST_PEER], "rank 0 failed: RuntimeError: Connection closed by peer"),
+        ([LOST_PEER, HANGING], "rank 1 failed: stuck on the way out"),
+        ([(-40, None)], "rank 0 was killed by signal 40"),
+        ([(None, None)], "rank 0 closed its connection without a word"),
+    ],
+)
+def test_the_cause_is_named_and_not_its_witness(
+    tmp_path: Path, ends: list[tuple[int | None, tuple[str, bool] | None]], sentence: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback\nlast words\n")
+    ranks = []
+    for number, (code, report) in enumerate(ends):
+        failed = None if report is None else messages.Failed(number, *report)
+        process: Any = SimpleNamespace(returncode=code)
+        ranks.append(RankProcess(number, process, log, ready=cast(Any, None), failed=failed))
+    assert cause_of_end(ranks).message == f"{sentence}; the group was stopped"
 
 
 # --- killed while serving

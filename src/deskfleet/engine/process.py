@@ -66,7 +66,7 @@ async def receive(reader: asyncio.StreamReader) -> messages.Report | None:
 
 
 def cause_of_end(ended: list[RankProcess]) -> EngineError:
-    """The most telling end: a signal from outside, then a rank's own report, then whatever is left.
+    """The most telling end: a signal from outside, a rank's own report, an exit without one, the loss of a peer.
 
     Among equals the first of the list. What that rank wrote goes to our log, since its file will be removed.
     """
@@ -74,9 +74,9 @@ def cause_of_end(ended: list[RankProcess]) -> EngineError:
     def order(rank: RankProcess) -> int:
         if (rank.process.returncode or 0) < 0:
             return 0
-        if rank.failed is not None:
-            return 2 if rank.failed.is_peer_loss else 1
-        return 3
+        if rank.failed is None:
+            return 2
+        return 3 if rank.failed.is_peer_loss else 1
 
     rank = min(ended, key=order)
     lines = rank.log.read_text(errors="replace").strip().splitlines() if rank.log.exists() else []

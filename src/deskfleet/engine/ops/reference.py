@@ -89,6 +89,8 @@ def sparse_attention(
         rows = slice(i, i + _ROW_CHUNK)
         keys = torch.cat([pool[index[rows].clamp_min(0)] for pool, index in sources], 1)
         valid = torch.cat([index[rows] >= 0 for _, index in sources], 1)
+        # An absent entry reads some row of the pool, maybe another request's; even a NaN there must not show.
+        keys = keys.masked_fill(~valid[..., None], 0)
         chunks.append(_attend(query[rows], keys, valid, sink, scale))
     return torch.cat(chunks) if chunks else torch.zeros_like(query)
 
