@@ -7,7 +7,8 @@ TINY   := var/tiny
 PORT   ?= 8000
 JOBS   ?= 2
 
-PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS)
+# One file, one worker: what a module shares (a running server, an engine) starts once.
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile
 
 .PHONY: help setup serve test test-slow check fix docs bench clean
 

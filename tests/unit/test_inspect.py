@@ -19,11 +19,13 @@ TINY = Path(__file__).parents[1] / "golden" / "v41-tiny" / "model"
 
 # Run apart, so that the peak is inspect's own: what the test process has used before would count too.
 MEASURE = """
-import json, resource, sys, time
+import json, sys, time
 from deskfleet.model.inspect import inspect_checkpoint
 report = inspect_checkpoint(sys.argv[1], int(sys.argv[2])).to_dict()
 cpu_s = time.process_time()
-peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss: that remembers the size of the test process this one was forked from.
+with open("/proc/self/status") as status:
+    peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 json.dump({"report": report, "cpu_s": cpu_s, "peak_bytes": peak_bytes}, sys.stdout)
 """
 
