@@ -16,16 +16,16 @@ from PIL import Image
 
 from deskfleet.engine.images import prepare_image
 from deskfleet.engine.model.vision import normalise_pixels
-from tests.engine.golden import Harness, golden, relative_rms
+from tests.engine.golden import Harness, golden, measured, relative_rms
 
 MEAN_LIMIT, WORST_LIMIT = 0.032, 0.13
 
 
 def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, argmax: float = 0.8) -> None:
-    """Hold logits against the golden limits and print the largest difference."""
+    """Hold logits against the golden limits and report the largest difference."""
     distance = relative_rms(ours, theirs)
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
-    print(
+    measured.append(
         f"{name}: largest logit difference {(ours - theirs).abs().max():.4f}, relative RMS mean {distance.mean():.4f} "
         f"worst {distance.max():.4f}, arg-max agreement {agreement:.3f}"
     )
@@ -117,7 +117,7 @@ def test_drafts_along_the_decode(harness: Harness):
     same = (torch.stack(drafts) == data["spec.output_ids"][:, 1:]).all(1)
     gap = (torch.stack(confidence) - data["spec.confidence"])[same].abs().max()
     distance = relative_rms(torch.stack(logits), data["spec.logits"])
-    print(f"drafts: {int(same.sum())} of 30 blocks identical, largest confidence difference {gap:.4f}, "
+    measured.append(f"drafts: {int(same.sum())} of 30 blocks identical, largest confidence difference {gap:.4f}, "
           f"relative RMS mean {distance.mean():.4f}")  # fmt: skip
     assert same.sum() >= 27
     assert gap <= 0.17  # golden README: 0.1562 between variants of the reference itself
@@ -139,7 +139,7 @@ def test_greedy_continuation(harness: Harness):
         logits, _ = harness.run(harness.segment(sequence, 40 + step, 41 + step))
         token = logits[-1].argmax()
         if data["greedy.argmax_gap"][step] < noise:
-            print(f"greedy: identical for {step + 1} steps, then a gap within the noise")
+            measured.append(f"greedy: identical for {step + 1} steps, then a gap within the noise")
             return
     assert token == ids[30]
 

@@ -22,7 +22,7 @@ from deskfleet.engine.runner import RunnerLimits
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.layout import Layout, ShardPlan
 from tests.engine.engines import MODEL, greedy, random_ids
-from tests.engine.golden import checkpoint, token_map
+from tests.engine.golden import checkpoint, measured, token_map
 from tests.engine.lockstep import Lockstep, poisoned, tensors_of
 
 # Around every edge: the n-gram size, the window (16), index_topk (8 entries), candidate blocks; the longest select.
@@ -52,7 +52,7 @@ def test_tokens_and_logits_do_not_depend_on_the_number_of_ranks(
     assert len(tokens) == 20
     found = ranks.score(SCORED)
     difference = float(np.abs(found.astype(np.float64) - logits).max())
-    print(f"tp {ranks._client.options.tp_size}: largest logit difference {difference}")
+    measured.append(f"tp {ranks._client.options.tp_size}: largest logit difference {difference}")
     assert found.tobytes() == logits.tobytes(), f"largest logit difference {difference}"
     assert [c.token_ids for c in ranks.generate(PROMPTS, ANSWER)] == tokens
 
