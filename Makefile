@@ -2,7 +2,8 @@
 
 BIN    := .venv/bin
 STAMP  := .venv/.installed
-INPUTS := pyproject.toml packages/deskfleet-engram/pyproject.toml requirements/torch-cpu.txt requirements/checks.txt
+NATIVE := $(wildcard packages/deskfleet-engram/native/CMakeLists.txt packages/deskfleet-engram/native/*/*.cpp packages/deskfleet-engram/native/*/*.h)
+INPUTS := pyproject.toml packages/deskfleet-engram/pyproject.toml $(NATIVE) requirements/torch-cpu.txt requirements/checks.txt
 TINY   := var/tiny
 PORT   ?= 8000
 JOBS   ?= 2

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from deskfleet import env, errors
@@ -61,7 +61,7 @@ def cli_page() -> str:
 def environment_page() -> str:
     """Return the table of variables."""
     rows = [
-        f"| `{variable.name}` | {', '.join(f'`{value}`' for value in variable.values)} | `{variable.default}` "
+        f"| `{variable.name}` | {_ticked(variable.values) or 'any'} | {_ticked([variable.default]) or 'none'} "
         f"| {variable.meaning} |"
         for variable in env.VARIABLES
     ]
@@ -160,6 +160,10 @@ def _tree() -> str:
             sentence = re.split(r"(?<=[.:])\s", " ".join(docstring.split()), maxsplit=1)[0].rstrip(":.")
             lines.append(f"{'  ' * depth}{shown:<{max(24 - 2 * depth, 1)}} {sentence}")
     return "\n".join(lines)
+
+
+def _ticked(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values if value)
 
 
 def _json(value: object) -> str:

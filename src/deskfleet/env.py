@@ -17,7 +17,7 @@ PREFIX = "DESKFLEET_"
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable: the values it may have, the one it has when unset, and what it does in one sentence."""
+    """One variable: its values (none listed: any text), the one it has when unset, and its meaning in one sentence."""
 
     name: str
     values: tuple[str, ...]
@@ -32,7 +32,14 @@ LOG_LEVEL = Variable(
     meaning="How much the log on stderr says; `quiet` shows only failures that nobody foresaw, with their trace.",
 )
 
-VARIABLES: tuple[Variable, ...] = (LOG_LEVEL,)
+ENGRAM_LIBRARY = Variable(
+    name="DESKFLEET_ENGRAM_LIBRARY",
+    values=(),
+    default="",
+    meaning="Another file to load as the native row reader, such as one built with sanitizers.",
+)
+
+VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -50,7 +57,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _value(variable: Variable, environ: Mapping[str, str]) -> str:
     value = environ.get(variable.name, variable.default)
-    if value not in variable.values:
+    if variable.values and value not in variable.values:
         raise ConfigError(
             f"{variable.name} is {value!r}, which it cannot be", hint=f"use {', '.join(variable.values)}"
         )
@@ -63,4 +70,4 @@ def _nearest(name: str) -> str:
     return f"did you mean {found[0]}? Unset {name} otherwise"
 
 
-__all__ = ["LOG_LEVEL", "PREFIX", "VARIABLES", "Variable", "read_environment"]
+__all__ = ["ENGRAM_LIBRARY", "LOG_LEVEL", "PREFIX", "VARIABLES", "Variable", "read_environment"]

@@ -37,7 +37,7 @@ def hash_ids(
     or an id lies outside the compressed vocabulary.
     """
     spec = geometry.spec
-    total = _check(geometry, compressed_ids, start, position, pad_id)
+    total = check_stretch(geometry, compressed_ids, start=start, position=position, pad_id=pad_id)
     index = np.arange(start, total)
     blocked = np.zeros(total - start, dtype=np.bool_)
     mixed = np.zeros((total - start, len(spec.layer_ids)), dtype=np.int64)
@@ -54,10 +54,15 @@ def hash_ids(
     return rows.reshape(total - start, len(spec.layer_ids), spec.num_columns) + geometry.offsets
 
 
-def _check(
-    geometry: EngramGeometry, compressed_ids: NDArray[np.int64], start: int, position: int, pad_id: int
+def check_stretch(
+    geometry: EngramGeometry,
+    compressed_ids: NDArray[np.int64],
+    *,
+    start: int,
+    position: int,
+    pad_id: int,
 ) -> int:
-    """Return T, or raise HistoryError."""
+    """Return T, or raise HistoryError where `hash_ids` would."""
     spec = geometry.spec
     if compressed_ids.ndim != 1 or compressed_ids.dtype != np.int64:
         raise HistoryError(
@@ -84,4 +89,4 @@ def _check(
     return total
 
 
-__all__ = ["DEAD", "hash_ids"]
+__all__ = ["DEAD", "check_stretch", "hash_ids"]

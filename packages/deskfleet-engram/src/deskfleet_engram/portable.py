@@ -34,7 +34,8 @@ class RowSource:
     """Where one table lies: two byte ranges of one file, rows contiguous in both.
 
     Offsets are absolute in the file (safetensors header included). A row is `head_dim` F8_E4M3 codes and
-    `head_dim // scale_block` F8_E8M0 scales. `table` is the name that errors use.
+    `head_dim // scale_block` F8_E8M0 scales. `table` is the name that errors use; `layer` the number that the native
+    reader's use, where it is known.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class RowSource:
     head_dim: int
     scale_block: int = 32
     table: str = "engram table"
+    layer: int | None = None
 
     @property
     def num_scales(self) -> int:

@@ -1,10 +1,13 @@
 """Engram injection of one layer (spec §7.4, §7.5). Owns row decoding and the gate; ids come with the batch.
 
-Each rank fetches the hash columns it owns from disk; the rows of all columns are gathered over ranks.
-Rows are never cached here and the table is never loaded.
+Each rank fetches the hash columns it owns from disk; the rows of all columns are gathered over ranks. Rows are asked
+for when a step begins, because ids depend on tokens alone, and waited for at the layer. The table is never loaded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,61 +22,112 @@ from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layers import LayerPlan
 from deskfleet_engram.errors import EngramError
-from deskfleet_engram.portable import PortableStore, RowSource
+from deskfleet_engram.native import Ticket
+from deskfleet_engram.portable import NOT_MINE_SCALE, RowSource
+from deskfleet_engram.store import OpenStore, open_stores
+
+_READ_DEADLINE_S = 30.0  # a disk that hangs longer fails the step; a busy one does not
+_SCALE_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """Rows under way of the columns held: ids int64 [T, h], codes uint8 [T, h, D], scales uint8 [T, h, D/32].
+
+    `ticket` None means that they are read when they are waited for.
+    """
+
+    ids: np.ndarray
+    codes: np.ndarray
+    scales: np.ndarray
+    ticket: Ticket | None
+
+
+def open_tables(config: ModelConfig, reader: ShardReader) -> list[OpenStore]:
+    """The tables of all Engram layers, where the published shards hold them, read by one I/O thread."""
+    return open_stores([_row_source(config, layer, reader) for layer in config.engram_layer_ids])
+
+
+def _row_source(config: ModelConfig, layer: int, reader: ShardReader) -> RowSource:
+    prefix = f"layers.{layer}.engram"
+    weight = reader.checkpoint.tensors[f"{prefix}.embed.weight"]
+    scale = reader.checkpoint.tensors[f"{prefix}.embed.scale"]
+    return RowSource(
+        path=weight.path,
+        weight_offset_bytes=weight.offset_bytes,
+        scale_offset_bytes=scale.offset_bytes,
+        num_rows=weight.shape[0],
+        head_dim=config.engram_head_dim,
+        table=f"{prefix}.embed",
+        layer=layer,
+    )
 
 
 class Engram:
     """Adds a gated n-gram row lookup to the stream before a block."""
 
     def __init__(
-        self, config: ModelConfig, layer: LayerPlan, reader: ShardReader, comm: Communicator
+        self,
+        config: ModelConfig,
+        layer: LayerPlan,
+        reader: ShardReader,
+        comm: Communicator,
+        stores: Sequence[OpenStore],
     ) -> None:
         prefix = f"{layer.prefix}.engram"
-        weight = reader.checkpoint.tensors[f"{prefix}.embed.weight"]
-        scale = reader.checkpoint.tensors[f"{prefix}.embed.scale"]
         self.config = config
         self.layer = layer
         self.comm = comm
         self.position = config.engram_layer_ids.index(layer.index)  # which of the Engram layers this is
         self.columns = np.array(reader.plan.engram_columns(reader.rank), dtype=np.int64)
         self.columns_per_rank = reader.plan.engram_columns_per_rank
-        self.store = PortableStore(
-            RowSource(
-                path=weight.path,
-                weight_offset_bytes=weight.offset_bytes,
-                scale_offset_bytes=scale.offset_bytes,
-                num_rows=weight.shape[0],
-                head_dim=config.engram_head_dim,
-                table=f"{prefix}.embed",
-            )
-        ).open()
+        self.store = stores[self.position]
         self.wkv = reader.fp8(f"{prefix}.wkv")
         q_weight, k_weight = reader.wide(f"{prefix}.q_weight"), reader.wide(f"{prefix}.k_weight")
         self.gate_weight = (q_weight * k_weight).to(torch.float32).to(torch.float64)  # (C, M)
 
-    def rows(self, ids: np.ndarray) -> Tensor:
-        """Rows bf16 [T, columns, D] for ids int64 [T, columns], from the ranks that own them.
+    def request(self, engram_ids: np.ndarray) -> RowRequest:
+        """Ask the disk for this rank's columns of ids int64 [T, Engram layers, columns]. Raises EngineError."""
+        ids = np.ascontiguousarray(engram_ids[:, self.position, self.columns])
+        shape = (*ids.shape, self.config.engram_head_dim)
+        codes = np.empty(shape, np.uint8)
+        scales = np.empty((*ids.shape, shape[-1] // _SCALE_BLOCK), np.uint8)
+        ticket = None
+        if self.store.native is not None and ids.size:
+            try:
+                ticket = self.store.native.submit(ids, codes, scales, deadline_s=_READ_DEADLINE_S)
+            except EngramError as error:
+                raise self._failure(error) from error
+        return RowRequest(ids, codes, scales, ticket)
+
+    def rows(self, request: RowRequest) -> Tensor:
+        """Rows bf16 [T, columns, D], from the ranks that own them, once the disk has answered.
 
         Raises EngineError when the disk fails: a row that exists is never replaced by zeros.
         """
-        num_rows, dim = len(ids), self.config.engram_head_dim
-        codes = np.zeros((num_rows, self.columns_per_rank, dim), np.uint8)
-        scales = np.full((num_rows, self.columns_per_rank, dim // 32), 127, np.uint8)
-        mine = len(self.columns)
         try:
-            self.store.gather(np.ascontiguousarray(ids[:, self.columns]), codes[:, :mine], scales[:, :mine])
+            if request.ticket is not None:
+                request.ticket.wait()
+            elif request.ids.size:
+                self.store.gather(request.ids, request.codes, request.scales)
         except EngramError as error:
-            raise EngineError(f"engram rows of layer {self.layer.index}: {error}") from error
-        values = torch.from_numpy(codes).view(torch.float8_e4m3fn).to(torch.float64)
-        local = values * e8m0_to_float(torch.from_numpy(scales)).repeat_interleave(32, -1)
+            raise self._failure(error) from error
+        padding = [(0, 0), (0, self.columns_per_rank - len(self.columns)), (0, 0)]
+        codes = torch.from_numpy(np.pad(request.codes, padding))
+        scales = torch.from_numpy(np.pad(request.scales, padding, constant_values=NOT_MINE_SCALE))
+        values = codes.view(torch.float8_e4m3fn).to(torch.float64)
+        local = values * e8m0_to_float(scales).repeat_interleave(_SCALE_BLOCK, -1)
         parts = self.comm.all_gather(local.to(torch.bfloat16))
         # Column c lies on rank c % ranks at place c // ranks.
         interleaved = torch.stack(parts, 2).flatten(1, 2)  # (T, columns padded, D)
         return interleaved[:, : self.config.engram_num_columns]
 
+    def _failure(self, error: EngramError) -> EngineError:
+        return EngineError(f"engram rows of layer {self.layer.index}: {error}")
+
     def __call__(self, stream: Tensor, step: Step) -> Tensor:
         """stream bf16 [T, C, M] -> the same with the gated value added to each copy."""
-        rows = self.rows(step.batch.engram_ids[:, self.position])
+        rows = self.rows(step.engram_requests.pop(self.layer.index))
         projected = ops.quantized_linear(rows.flatten(1), self.wkv)
         copies, width = stream.shape[1:]
         key, value = (
@@ -88,9 +142,5 @@ class Engram:
         step.record(f"{self.layer.prefix}.engram_out", output)
         return output
 
-    def close(self) -> None:
-        """Close the table's file."""
-        self.store.close()
 
-
-__all__ = ["Engram"]
+__all__ = ["Engram", "RowRequest", "open_tables"]

@@ -13,7 +13,7 @@ from deskfleet.engine.cache import KVCache
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.block import Block
 from deskfleet.engine.model.compressor import yarn_table
-from deskfleet.engine.model.engram import Engram
+from deskfleet.engine.model.engram import Engram, open_tables
 from deskfleet.engine.model.step import Recorder, Step
 from deskfleet.engine.ops.rope import RopeTable
 from deskfleet.engine.weights import ShardReader
@@ -63,8 +63,11 @@ class V41Model:
         self.vocabulary = VocabularyShard(config, reader, comm, "embed.weight", "head.weight")
         self.norm = reader.f32("norm.weight")
         self.blocks = [Block(config, layer, reader, comm) for layer in config.layers]
+        self._tables = open_tables(config, reader) if config.engram_layer_ids else []
         self.engrams = {
-            layer.index: Engram(config, layer, reader, comm) for layer in config.layers if layer.has_engram
+            layer.index: Engram(config, layer, reader, comm, self._tables)
+            for layer in config.layers
+            if layer.has_engram
         }
         self.rope = {
             True: yarn_table(config),
@@ -72,9 +75,10 @@ class V41Model:
         }
 
     def begin(self, batch: Batch, cache: KVCache, recorder: Recorder | None = None) -> Step:
-        """Open a step over `batch`."""
+        """Open a step over `batch`: the disk starts on its Engram rows. Raises EngineError."""
+        requests = {index: engram.request(batch.engram_ids) for index, engram in self.engrams.items()}
         rope = {yarn: table.rows(batch.positions) for yarn, table in self.rope.items()}
-        return Step(batch, cache, rope, recorder=recorder)
+        return Step(batch, cache, rope, requests, recorder=recorder)
 
     def embed(self, batch: Batch) -> Tensor:
         """bf16 [T, M]: token rows, image spans overwritten by their embeddings."""
@@ -103,8 +107,8 @@ class V41Model:
 
     def close(self) -> None:
         """Close the Engram files."""
-        for engram in self.engrams.values():
-            engram.close()
+        for table in self._tables:
+            table.close()
 
 
 def enter(x: Tensor, copies: int) -> tuple[Tensor, Tensor]:
