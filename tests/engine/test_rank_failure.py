@@ -51,10 +51,11 @@ PROMPT = random_ids(6, seed=1)
 
 
 @pytest.fixture
-def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this test's launches keep their files; afterwards neither a file nor a process may be there.
 
-    Not under tmp_path: that is long enough to leave no room for a Unix socket's name.
+    Not under tmp_path: that is long enough to leave no room for a Unix socket's name. It is asked for all the same,
+    so that pytest has made its own directories before the place for temporary ones changes.
     """
     with tempfile.TemporaryDirectory(prefix="runs-") as name:
         place = Path(name)
