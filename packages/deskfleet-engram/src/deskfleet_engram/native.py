@@ -105,12 +105,7 @@ class NativeStore:
         """Ask for what `gather` would give and return at once. Ids may be changed after the call; the outputs belong
         to the ticket until it is finished, and their rows must lie evenly spaced. Raises RowError for ids that cannot
         be answered."""
-        rows = self.place.rows
-        outputs = (
-            self._output("out_codes", row_ids, out_codes, rows.weight_bytes, np.uint8),
-            self._output("out_scales", row_ids, out_scales, rows.scale_bytes, np.uint8),
-        )
-        return self._submit(row_ids, _SPLIT, outputs, io_class, deadline_s)
+        return self._submit(row_ids, (out_codes, out_scales), io_class, deadline_s)
 
     def submit_packed(
         self,
@@ -121,8 +116,8 @@ class NativeStore:
         deadline_s: float | None = None,
     ) -> Ticket:
         """As `submit`, for what `gather_packed` gives."""
-        output = self._output("out", row_ids, out, self.place.rows.row_bytes, np.uint8)
-        return self._submit(row_ids, _RAW, (output,), io_class, deadline_s)
+        self._output("out", row_ids, out, self.place.rows.row_bytes, np.uint8)
+        return self._submit(row_ids, (out,), io_class, deadline_s)
 
     def submit_bf16(
         self,
@@ -133,11 +128,16 @@ class NativeStore:
         deadline_s: float | None = None,
     ) -> Ticket:
         """As `submit`, for what `gather_bf16` gives."""
-        output = self._output("out", row_ids, out, self.place.rows.head_dim, np.uint16)
-        return self._submit(row_ids, _BF16, (output,), io_class, deadline_s)
+        self._output("out", row_ids, out, self.place.rows.head_dim, np.uint16)
+        return self._submit(row_ids, (out,), io_class, deadline_s)
 
     def _output(
-        self, name: str, row_ids: RowIds, array: NDArray[Any], width: int, dtype: type[np.generic]
+        self,
+        name: str,
+        row_ids: RowIds,
+        array: NDArray[Any],
+        width: int,
+        dtype: type[np.uint8] | type[np.uint16],
     ) -> NDArray[Any]:
         """Return `array` when it can take the rows. Raises RowError."""
         if row_ids.dtype not in (np.int64, np.int32):
@@ -179,19 +179,13 @@ class NativeStore:
     def _submit(
         self,
         row_ids: RowIds,
-        form: int,
         outputs: tuple[NDArray[Any], ...],
         io_class: IoClass,
         deadline_s: float | None,
     ) -> Ticket:
-        ids = np.ascontiguousarray(row_ids)
-        targets = []
-        for output in outputs:
-            target = _evenly(output)
-            if target is None:
-                raise RowError(f"{self.place.name}: rows of the output do not lie evenly spaced")
-            targets.append(target)
-        request = self._request(ids, form, tuple(targets), io_class, deadline_s)
+        # Alive until the library has taken the ids, which it does before the call returns.
+        dense: Any = np.ascontiguousarray(row_ids).reshape(row_ids.shape)
+        request = self.request(dense, outputs, io_class, deadline_s)
         error = _native.Error()
         number = ctypes.c_uint64()
         with self.reader.running() as handle:
@@ -224,6 +218,31 @@ class NativeStore:
             out_stride_bytes=_spacing(targets[0]),
             scales_stride_bytes=0 if scales is None else _spacing(scales),
         )
+
+    def request(
+        self,
+        row_ids: RowIds,
+        outputs: tuple[NDArray[Any], ...],
+        io_class: IoClass,
+        deadline_s: float | None,
+    ) -> _native.Request:
+        """Return the library's request for ids and outputs that stay where they are. Raises RowError."""
+        rows = self.place.rows
+        dtype: type[np.uint8] | type[np.uint16] = np.uint8
+        widths: tuple[int, ...]
+        if len(outputs) == 2:
+            form, widths = _SPLIT, (rows.weight_bytes, rows.scale_bytes)
+        elif outputs[0].dtype == np.uint16:
+            form, widths, dtype = _BF16, (rows.head_dim,), np.uint16
+        else:
+            form, widths = _RAW, (rows.row_bytes,)
+        targets = []
+        for output, width in zip(outputs, widths, strict=True):
+            target = _evenly(self._output("output", row_ids, output, width, dtype))
+            if target is None:
+                raise RowError(f"{self.place.name}: rows of the output do not lie evenly spaced")
+            targets.append(target)
+        return self._request(row_ids, form, tuple(targets), io_class, deadline_s)
 
     def row_error(self, error: _native.Error) -> RowError:
         """Return what the library reported about rows."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from deskfleet_engram import _native
 from deskfleet_engram.errors import EngramError, GeometryError, IdentityError, NativeError, RowError
@@ -87,6 +87,13 @@ class NativeCounters:
     wait_us: tuple[int, ...] = ()
 
 
+class Closeable(Protocol):
+    """What a reader closes before itself."""
+
+    def close(self) -> None:
+        """Let go of the reader; twice is allowed."""
+
+
 class NativeReader:
     """Reads the tables of several layers through one I/O thread. Safe to use from several threads.
 
@@ -113,6 +120,7 @@ class NativeReader:
         self._handle: int | None = None
         self._finalizer: weakref.finalize[..., NativeReader] | None = None
         self._num_running = 0
+        self._dependents: weakref.WeakSet[Closeable] = weakref.WeakSet()
 
     def open(self) -> Self:
         """Open and check every file, and start the I/O thread; a no-op when already open.
@@ -128,6 +136,8 @@ class NativeReader:
 
     def close(self) -> None:
         """Stop, after running calls ended. Unfinished tickets fail. Closing twice is allowed."""
+        for dependent in list(self._dependents):
+            dependent.close()
         with self._condition:
             self._condition.wait_for(lambda: self._num_running == 0)
             self._handle = None
@@ -181,6 +191,10 @@ class NativeReader:
             with self._condition:
                 self._num_running -= 1
                 self._condition.notify_all()
+
+    def close_with(self, dependent: Closeable) -> None:
+        """Close `dependent` before this reader, if it is still there then."""
+        self._dependents.add(dependent)
 
     @property
     def library(self) -> ctypes.CDLL:
