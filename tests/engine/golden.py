@@ -105,7 +105,7 @@ class Harness:
         self, *segments: Segment, image_rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, BackboneOutput]:
         """Forward and commit; logits float32 of every row."""
-        batch = self.runner.build(segments, image_rows)
+        batch = self.runner.builder.build(segments, image_rows)
         output = self.model.forward(batch, self.cache)
         self.drafts.commit(output.taps, batch, self.cache)
         return self.model.logits(output.hidden), output
@@ -132,7 +132,7 @@ def layer_differences(harness: Harness) -> Iterator[Difference]:
 def prefill_differences(harness: Harness) -> Iterator[Difference]:
     """The 40-token prefill, layer by layer."""
     data, state = golden("golden/intermediates_prefill40"), golden("golden/state")
-    batch = harness.runner.build([harness.segment(data["input_ids"], 0, 40)])
+    batch = harness.runner.builder.build([harness.segment(data["input_ids"], 0, 40)])
     yield from _exact(
         "prefill", "engram_hash_ids", torch.from_numpy(batch.engram_ids), data["engram_hash_ids"]
     )
@@ -178,7 +178,7 @@ def decode_differences(harness: Harness) -> Iterator[Difference]:
     ids = golden("golden/decode")["input_ids"]
     cache = harness.cache
     for position in (44, 45):
-        batch = harness.runner.build([harness.segment(ids, position, position + 1)])
+        batch = harness.runner.builder.build([harness.segment(ids, position, position + 1)])
         for block in harness.model.blocks:
             layer, prefix = block.layer, block.layer.prefix
             theirs = _of(data, f"step{position}.{prefix}")
@@ -210,7 +210,7 @@ def draft_differences(harness: Harness) -> Iterator[Difference]:
     data, decode = golden("golden/intermediates_decode"), golden("golden/decode")
     for position in (44, 45):
         taps = decode["main_hidden"][position - 40][None]
-        batch = harness.runner.build([harness.segment(decode["input_ids"], position, position + 1)])
+        batch = harness.runner.builder.build([harness.segment(decode["input_ids"], position, position + 1)])
         seen: Tensors = {}
         harness.drafts.commit(taps, batch, harness.cache, seen.__setitem__)
         theirs_main = _of(data, f"draft{position}.mtp")
@@ -249,7 +249,7 @@ def image_differences(harness: Harness) -> Iterator[Difference]:
     """What an image changes outside the tower: dead n-grams, no Engram value, the other router bias, merged rows."""
     data = golden("golden/image")
     inside = data["token_types"] >= 0
-    batch = harness.runner.build([harness.segment(data["input_ids"], 0, 34, image=inside)])
+    batch = harness.runner.builder.build([harness.segment(data["input_ids"], 0, 34, image=inside)])
     yield from _exact("image", "engram_hash_ids of text", torch.from_numpy(batch.engram_ids)[~inside],
                       data["engram_hash_ids"][~inside])  # fmt: skip
     logits, _ = harness.run(

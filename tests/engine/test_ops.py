@@ -219,7 +219,7 @@ def test_compressor_state_carries_an_open_group(harness: Harness):
     ids = torch.zeros(21, dtype=torch.long)
 
     def latents(start: int, stop: int) -> torch.Tensor:
-        batch = harness.runner.build([harness.segment(ids, start, stop)])
+        batch = harness.runner.builder.build([harness.segment(ids, start, stop)])
         step = harness.model.begin(batch, harness.cache)
         return compressor.latents(data["layer2.x"][0, start:stop], step)
 
@@ -234,5 +234,5 @@ def test_compressor_state_carries_an_open_group(harness: Harness):
         assert torch.equal(latents(0, 20), data["layer2.prefill20.latent"][0])
         ratio_one = harness.model.blocks[6].attention.compressor
         assert ratio_one is not None
-        step = harness.model.begin(harness.runner.build([harness.segment(ids, 0, 21)]), harness.cache)
+        step = harness.model.begin(harness.runner.builder.build([harness.segment(ids, 0, 21)]), harness.cache)
         assert torch.equal(ratio_one.latents(data["layer6.x"][0], step), data["layer6.prefill21.latent"][0])

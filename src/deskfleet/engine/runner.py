@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deskfleet.engine import messages
-from deskfleet.engine.batch import Batch, BatchBuilder, Segment
+from deskfleet.engine.batch import BatchBuilder, Segment
 from deskfleet.engine.cache import KVCache
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.draft import DraftModel
@@ -129,10 +129,6 @@ class ModelRunner:
         if not logit_rows:
             return torch.empty(0, self.config.vocab_size)
         return self.model.logits(output.hidden[list(logit_rows)])
-
-    def build(self, segments: Sequence[Segment], image_rows: Tensor | None = None) -> Batch:
-        """A batch for callers that drive the model themselves (oracles, tests)."""
-        return self.builder.build(segments, image_rows)
 
 
 def _to_message(segment: Segment) -> messages.SegmentMessage:
