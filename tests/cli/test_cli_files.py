@@ -176,8 +176,6 @@ def test_score_that_dies_while_writing_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
-# KNOWN FAULT: once in three full runs SIGTERM while loading left the command hanging; out of the fast lane until fixed.
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_score_interrupted_while_loading(ids: Path, tmp_path: Path, number: int, code: int) -> None:
     arguments = ("score", str(CHECKPOINT), "--ids", str(ids), "--logits", str(tmp_path / "out"), "--tp", "2")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -227,6 +230,26 @@ def test_a_missing_tokenizer_or_bad_option_is_refused_before_anything_starts(tmp
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(MODEL, **options)
+
+
+def test_a_signal_just_after_the_start_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start can no longer be cancelled then, and nobody has the object yet that would be closed."""
+    call = LLM._call
+    calls = []
+
+    def interrupted(self: LLM, work: Coroutine[Any, Any, Any]) -> Any:
+        calls.append(work)
+        result = call(self, work)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(LLM, "_call", interrupted)
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        LLM(MODEL, threads_per_rank=1)
+    assert set(psutil.Process().children()) <= before
+    assert len(calls) == 2  # the start and the close
 
 
 async def test_an_engine_that_is_not_started_says_so() -> None:

@@ -46,12 +46,16 @@ class LLM:
         opened = Checkpoint.open(Path(checkpoint))
         self.config = opened.config
         self.tokenizer = load_tokenizer(opened.directory)
+        self._client = EngineClient(opened, EngineOptions(**options))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="deskfleet-llm", daemon=True)
         self._thread.start()
         try:
-            self._client = self._call(_start(opened, EngineOptions(**options)))
+            self._call(self._client.start())
         except BaseException:
+            # A signal may come before the start can be cancelled, or once it is done: only close() ends the ranks in
+            # every case, and _stop_loop() waits for them.
+            self._call(self._client.close())
             self._stop_loop()
             raise
 
@@ -135,12 +139,6 @@ async def _others_done() -> None:
     """Wait until every other task of this loop has ended: a start that was interrupted still has ranks to end."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
-
-
-async def _start(checkpoint: Checkpoint, options: EngineOptions) -> EngineClient:
-    client = EngineClient(checkpoint, options)
-    await client.start()
-    return client
 
 
 __all__ = ["LLM", "Completion"]
