@@ -121,8 +121,8 @@ def chat_completions_page() -> str:
             NOTICE,
             (inspect.getdoc(fields) or "").partition("\n\n")[2] + "\n",
             f"## Honoured\n\n{honoured}\n",
-            "`tools[].function.strict` is shown to the model and not enforced; the answer then carries the header\n"
-            "`x-deskfleet-unenforced: tools.strict`.\n",
+            "`response_format`, strict tools and a required `tool_choice` are enforced token by token:\n"
+            "docs/concepts/structured-output.md.\n",
             "## Effort\n\n| as sent | the publisher's tier |\n|---|---|",
             *efforts,
             "\n## Refused\n\n| field | the value that asks for nothing | why anything else is refused |\n|---|---|---|",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -23,11 +23,29 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be, from its first token to its last. A thought before it is free.
+
+    `text` is the JSON schema, the regular expression (of the whole answer), or the grammar in llguidance's
+    Lark; nothing for any JSON object. `param` is where the client wrote it, for errors.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar"]
+    text: str = ""
+    param: str = "constraint"
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens.
 
     temperature 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` None means an
     unrepeatable one. `logprobs` None means none; n means the chosen token plus the n most likely.
+
+    Penalties are those of vLLM: `repetition_penalty` divides positive and multiplies other logits of tokens in
+    prompt or output (1 is off); `presence_penalty` and `frequency_penalty` are subtracted, the one once and the
+    other per occurrence, for tokens of the output (0 is off). `logit_bias` adds to logits: (token id, bias).
+    `thinking_budget`: so many tokens after `<think>`, and `</think>` is written; None means no limit.
     """
 
     temperature: float = 1.0
@@ -40,6 +58,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    thinking_budget: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +75,16 @@ class ImageInput:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. `prompt_token_ids` holds one image token per image; the engine expands the spans."""
+    """One generation. `prompt_token_ids` holds one image token per image; the engine expands the spans.
+
+    After `timeout_s` seconds, waiting included, the engine gives it up; None means never.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     images: tuple[ImageInput, ...] = ()
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +100,55 @@ class TokenLogprob:
 class TokenChunk:
     """What one engine step added to one request. The last chunk carries `finish_reason`.
 
-    `num_prompt_tokens` counts the prompt as the model saw it, image spans expanded.
+    `num_prompt_tokens` counts the prompt as the model saw it, image spans expanded; `num_cached_tokens` those of them
+    that did not have to be run.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     num_prompt_tokens: int
     finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+def _counter(text: str) -> Any:
+    return field(default=0, metadata={"kind": "counter", "help": text})
+
+
+def _gauge(text: str) -> Any:
+    return field(default=0, metadata={"kind": "gauge", "help": text})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start and gauges of now, read without disturbing the engine."""
+    """Counters since start and gauges of now, read without disturbing the engine.
 
-    num_steps: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_finished: int = 0
-    num_cancelled: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
+    Each field says in its metadata which of the two it is and what it counts.
+    """
+
+    num_steps: int = _counter("Steps the engine has run")
+    num_running: int = _gauge("Requests in the engine's running batch")
+    num_waiting: int = _gauge("Requests waiting to join it")
+    num_finished: int = _counter("Requests the engine has finished")
+    num_cancelled: int = _counter("Requests cancelled in the engine before their end")
+    num_expired: int = _counter("Requests whose deadline passed")
+    num_preempted: int = _counter("Times a running request gave its blocks to others, to go on later")
+    num_overtaken: int = _counter("Times a short prompt was run before a longer one that came first")
+    num_not_finite: int = _counter("Requests failed because their logits were not finite; more than 0 needs a look")
+    num_prompt_tokens: int = _counter("Prompt tokens of accepted requests")
+    num_generated_tokens: int = _counter("Tokens the engine has generated")
+    num_prefix_queried: int = _counter("Tokens of requests looked up in the prefix cache")
+    num_prefix_hits: int = _counter("Of those, tokens whose compressed KV was found")
+    num_window_hits: int = _counter("Of those, tokens of prefixes whose window was found too")
+    num_replayed_tokens: int = _counter("Tokens run again to make a lost window")
+    num_blocks: int = _gauge("Blocks of compressed KV and index keys")
+    num_free_blocks: int = _gauge("Of those, blocks that no running request holds")
+    num_window_blocks: int = _gauge("Blocks of window rows")
+    num_free_window_blocks: int = _gauge("Of those, blocks that no running request holds")
+    num_verify_steps: int = _counter("Verifications of a request's drafts")
+    num_drafted: int = _counter("Drafts verified")
+    num_accepted: int = _counter("Drafts accepted")
+    num_verify_tokens: int = _counter("Tokens that came out of verifications")
 
 
 class TokenEngine(Protocol):
@@ -117,6 +174,7 @@ class TokenEngine(Protocol):
 
 
 __all__ = [
+    "Constraint",
     "Endpoint",
     "EngineStats",
     "FinishReason",

@@ -17,12 +17,15 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from deskfleet.engine import ops
 from deskfleet.engine.batch import Batch, Segment
 from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.model.block import Block
+from deskfleet.engine.model.draft import Anchor, Proposal
 from deskfleet.engine.model.step import Step
 from deskfleet.engine.model.v41 import BackboneOutput
-from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.runner import ModelRunner
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet_engram.hashing import DEAD
@@ -79,10 +82,11 @@ class Harness:
             self.checkpoint,
             ShardPlan(self.checkpoint.config, Layout(1)),
             Communicator(),
-            RunnerLimits(max_num_seqs=num_slots, max_model_len=max_model_len),
+            plain_limits(num_slots, max_model_len),
             pad_compressed_id=int(token_map()[2]),
             with_drafts=True,
         )
+        give_every_slot_its_blocks(self.runner)
         self.model, self.cache = self.runner.model, self.runner.cache
         assert self.runner.drafts is not None
         self.drafts = self.runner.drafts
@@ -111,8 +115,77 @@ class Harness:
         return self.model.logits(output.hidden), output
 
     @torch.inference_mode()
-    def propose(self, tokens: torch.Tensor, positions: list[int], slots: list[int]):
-        return self.drafts.propose(tokens.long(), torch.tensor(positions), torch.tensor(slots), self.cache)
+    def propose(self, tokens: torch.Tensor, positions: list[int], slots: list[int]) -> Proposal:
+        """Drafts after `tokens`, whose predecessors sit at `positions`."""
+        anchors = [
+            Anchor(slot, position + 1, int(token))
+            for slot, position, token in zip(slots, positions, tokens, strict=True)
+        ]
+        return self.drafts.propose(anchors, self.runner.tables, self.cache)
+
+    # The publisher keeps a ring: position p in place p mod W. These translate between it and our pages.
+
+    def window_ring(self, layer: int, stop: int, slot: int = 0) -> torch.Tensor:
+        """Window rows bf16 [W, D] before `stop` as the publisher's ring; absent ones zero."""
+        positions = self._ring_positions(stop)
+        pages = self.runner.tables.window_rows(slot, np.maximum(positions, 0))
+        ring = ops.WINDOW.unpack(self.cache.windows[layer][pages])
+        ring[positions < 0] = 0
+        return ring
+
+    def set_window_ring(self, layer: int, stop: int, ring: torch.Tensor, slot: int = 0) -> None:
+        """Fill the window before `stop` from the publisher's ring bf16 [W, D]."""
+        positions = self._ring_positions(stop)
+        there = positions >= 0
+        pages = self.runner.tables.window_rows(slot, positions[there])
+        self.cache.windows[layer][pages] = _packed(ops.WINDOW, ring[torch.from_numpy(there)])
+
+    def entries(self, source: int, count: int, slot: int = 0) -> torch.Tensor:
+        """The first entries bf16 [count, D] of a slot."""
+        return ops.ENTRY.unpack(self.cache.entries[source][self._entry_pages(source, count, slot)])
+
+    def set_entries(self, source: int, entries: torch.Tensor, slot: int = 0) -> None:
+        pages = self._entry_pages(source, len(entries), slot)
+        self.cache.entries[source][pages] = _packed(ops.ENTRY, entries)
+
+    def index_keys(self, source: int, count: int, slot: int = 0) -> torch.Tensor:
+        """The first index keys bf16 [count, D] of a slot."""
+        return ops.INDEX_KEY.unpack(self.cache.index_keys[source][self._entry_pages(source, count, slot)])
+
+    def set_index_keys(self, source: int, keys: torch.Tensor, slot: int = 0) -> None:
+        pages = self._entry_pages(source, len(keys), slot)
+        self.cache.index_keys[source][pages] = _packed(ops.INDEX_KEY, keys)
+
+    def _ring_positions(self, stop: int) -> np.ndarray:
+        size = self.checkpoint.config.sliding_window
+        return stop - 1 - (stop - 1 - np.arange(size)) % size
+
+    def _entry_pages(self, source: int, count: int, slot: int) -> np.ndarray:
+        ratio = self.checkpoint.config.compress_ratios[source]
+        tables = self.runner.tables
+        return tables.owned(tables.entry_addresses(slot, np.arange(count), ratio), ratio)[1]
+
+
+def _packed(form: ops.RecordFormat, rows: torch.Tensor) -> torch.Tensor:
+    """Pack golden rows, which are quantised already; a value that does not survive would spoil the comparison."""
+    records = form.pack(rows.to(torch.bfloat16))
+    assert torch.equal(form.unpack(records).double(), rows.double()), (
+        "golden row is not on the quantised grid"
+    )
+    return records
+
+
+def plain_limits(num_slots: int, max_model_len: int, block_size: int = 16) -> RunnerLimits:
+    """Room for every slot at full length, in both pools."""
+    blocks = num_slots * -(-max_model_len // block_size)
+    return RunnerLimits(num_slots, max_model_len, block_size, num_blocks=blocks, num_window_blocks=blocks)
+
+
+def give_every_slot_its_blocks(runner: ModelRunner) -> None:
+    """For tests that drive a runner without a CacheManager: slot s owns the s-th run of blocks."""
+    tables = runner.tables
+    for table in (tables.global_blocks, tables.window_blocks):
+        table[:] = 1 + np.arange(table.size, dtype=np.int32).reshape(table.shape)
 
 
 def relative_rms(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -152,16 +225,19 @@ def prefill_differences(harness: Harness) -> Iterator[Difference]:
             entries = theirs["attn_kv"][40:]
             keys = state[f"after_prefill_40.{prefix}.index_k"][0]
             yield from _exact(
-                f"prefill {prefix}", "entries", harness.cache.entries[layer.index][0, : len(entries)], entries
+                f"prefill {prefix}", "entries", harness.entries(layer.index, len(entries)), entries
             )
             yield from _exact(
-                f"prefill {prefix}", "index keys", harness.cache.index_keys[layer.index][0, : len(keys)], keys
+                f"prefill {prefix}", "index keys", harness.index_keys(layer.index, len(keys)), keys
             )
         if layer.is_index_source:
             yield from _picks(f"prefill {prefix}", step.picks[layer.index], theirs["index_topk"], offset=40)
         if layer.is_candidate_source:
             assert step.candidates is not None
-            yield from _exact("prefill", "candidates", step.candidates[0], data["candidates"].bool())
+            wanted = data["candidates"].bool()
+            block = harness.checkpoint.config.candidate_block_size
+            mask = ops.block_mask(step.candidates[0], wanted.shape[1], block=block)
+            yield from _exact("prefill", "candidates", mask, wanted)
         if layer.index_source is not None:
             yield from _picks(
                 f"prefill {prefix}", step.picks[layer.index_source], theirs["attn_idxs"][:, 16:], offset=40
@@ -182,12 +258,12 @@ def decode_differences(harness: Harness) -> Iterator[Difference]:
         for block in harness.model.blocks:
             layer, prefix = block.layer, block.layer.prefix
             theirs = _of(data, f"step{position}.{prefix}")
-            cache.windows[layer.index][0] = theirs["attn_kv"][0, :16]
+            harness.set_window_ring(layer.index, position, theirs["attn_kv"][0, :16])
             if layer.is_kv_source:
                 entries = theirs["attn_kv"][0, 16:]
-                cache.entries[layer.index][0, : len(entries)] = entries
+                harness.set_entries(layer.index, entries)
                 keys = state[f"after_decode_70.{prefix}.index_k"][0]
-                cache.index_keys[layer.index][0, : len(keys)] = keys
+                harness.set_index_keys(layer.index, keys)
         seen: Tensors = {}
         step = harness.model.begin(batch, cache, seen.__setitem__)
         for block in harness.model.blocks:
@@ -216,17 +292,16 @@ def draft_differences(harness: Harness) -> Iterator[Difference]:
         theirs_main = _of(data, f"draft{position}.mtp")
         for name in ("main_proj_out", "main_x"):
             yield from _exact(f"draft {position}", name, seen[f"mtp.{name}"], theirs_main[name][0])
-        step = harness.drafts.begin(
-            torch.tensor([position]), torch.tensor([0]), harness.cache, seen.__setitem__
-        )
+        anchor = Anchor(0, position + 1, 0)
+        step = harness.drafts.begin([anchor], harness.runner.tables, harness.cache, seen.__setitem__)
         for block in harness.drafts.blocks:
             prefix = block.layer.prefix
             theirs = {k: v[0] if v.dim() > 2 and v.shape[0] == 1 else v
                       for k, v in _of(data, f"draft{position}.{prefix}").items()}  # fmt: skip
             where = f"draft {position} {prefix}"
-            ring = harness.cache.windows[block.layer.index][0]
+            ring = harness.window_ring(block.layer.index, position + 1)
             yield from _exact(where, "ring row", ring[position % 16], theirs["attn_kv"][position % 16])
-            ring[:] = theirs["attn_kv"][:16]
+            harness.set_window_ring(block.layer.index, position + 1, theirs["attn_kv"][:16])
             step.run(block, theirs["h_in"], theirs["pre_mix_in"])
             yield from _block(where, _of(seen, prefix), theirs, block, None)
             yield from _exact(where, "block rows", seen[f"{prefix}.window_rows"], theirs["attn_kv"][16:])

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.limits import RunnerLimits
+from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
@@ -31,6 +32,11 @@ class Exchange:
         self.size = size
         self._values: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
+        self._parts: dict[tuple[int, int], Exchange] = {}
+
+    def part(self, number: int, size: int) -> Exchange:
+        """The exchange of the number-th `size` ranks among themselves."""
+        return self._parts.setdefault((number, size), Exchange(size))
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
@@ -43,6 +49,8 @@ class Exchange:
     def abort(self) -> None:
         """Wake everyone who waits, with BrokenBarrierError."""
         self._barrier.abort()
+        for part in self._parts.values():
+            part.abort()
 
 
 class ThreadCommunicator(Communicator):
@@ -52,6 +60,13 @@ class ThreadCommunicator(Communicator):
         super().__init__(rank, exchange.size)
         self._exchange = exchange
         self._sent = sent
+
+    def split(self, size: int) -> Communicator:
+        if size == self.size:
+            return self
+        if size == 1:
+            return Communicator()
+        return ThreadCommunicator(self.rank % size, self._exchange.part(self.rank // size, size), self._sent)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._sent(self.rank, tensor)
@@ -103,6 +118,7 @@ class Lockstep:
         *,
         pad_compressed_id: int,
         allocate: Allocate | None = None,
+        with_drafts: bool = False,
     ) -> None:
         self.plan = ShardPlan(checkpoint.config, Layout(tp_size))
         self.not_finite: list[str] = []
@@ -115,6 +131,7 @@ class Lockstep:
                 limits,
                 pad_compressed_id=pad_compressed_id,
                 allocate=allocate,
+                with_drafts=with_drafts,
             )
             for rank in range(tp_size)
         ]

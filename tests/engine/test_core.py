@@ -12,16 +12,16 @@ import torch
 
 from deskfleet.endpoint import SamplingParams
 from deskfleet.engine.batch import Segment
-from deskfleet.engine.core import EngineCore
+from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
-from deskfleet.engine.request import Request
-from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.sampler import sample
-from deskfleet.engine.scheduler import Scheduler
+from deskfleet.engine.tables import TableUpdate
 from deskfleet.model.layout import Layout, ShardPlan
 from tests.engine.engines import greedy, random_ids
-from tests.engine.golden import checkpoint, token_map
+from tests.engine.golden import checkpoint, plain_limits, token_map
 
 VOCAB = 8
 
@@ -44,14 +44,20 @@ class CountingRunner:
     """Stands in for a model of 8 tokens: the next token is the last one plus one. `broken` tokens give NaN rows."""
 
     broken: frozenset[int] = frozenset()
-    limits: RunnerLimits = field(default_factory=lambda: RunnerLimits(max_num_seqs=4, max_model_len=32))
+    limits: RunnerLimits = field(default_factory=lambda: plain_limits(4, 32))
     config: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(eos_token_id=7, engram_max_ngram_size=4)
+        default_factory=lambda: SimpleNamespace(
+            eos_token_id=7, engram_max_ngram_size=4, sliding_window=16, num_hidden_layers=2, vocab_size=VOCAB
+        )
     )
     num_rows: list[int] = field(default_factory=list)
 
     def lead(
-        self, segments: Sequence[Segment], logit_rows: Sequence[int], image_rows: torch.Tensor | None = None
+        self,
+        segments: Sequence[Segment],
+        logit_rows: Sequence[int],
+        image_rows: torch.Tensor | None = None,
+        updates: Sequence[TableUpdate] = (),
     ) -> torch.Tensor:
         rows = np.concatenate([segment.token_ids for segment in segments])
         self.num_rows.append(len(rows))
@@ -64,7 +70,7 @@ class CountingRunner:
 
 
 def core_of(runner: CountingRunner, *, max_num_batched_tokens: int = 64) -> EngineCore:
-    return EngineCore(runner, np.arange(VOCAB), max_num_batched_tokens=max_num_batched_tokens)  # type: ignore[arg-type]
+    return EngineCore(runner, np.arange(VOCAB), CoreOptions(max_num_batched_tokens=max_num_batched_tokens))  # type: ignore[arg-type]
 
 
 def test_a_request_with_bad_logits_fails_alone_and_is_never_sampled() -> None:
@@ -143,12 +149,12 @@ def test_every_end_has_its_reason() -> None:
 
 
 def test_streams_get_a_token_in_every_step_whatever_prompts_arrive() -> None:
-    runner = CountingRunner(limits=RunnerLimits(max_num_seqs=4, max_model_len=64))
+    runner = CountingRunner(limits=plain_limits(4, 64))
     core = core_of(runner, max_num_batched_tokens=4)
     core.add(adding("stream", [0], greedy(12)))
     core.step()
-    for name in ("x", "y", "z"):
-        core.add(adding(name, [0] * 20, greedy(2)))
+    for number, name in enumerate(("x", "y", "z"), 1):
+        core.add(adding(name, [number] * 20, greedy(2)))
     for _ in range(11):
         assert "stream" in {output.request_id for output in core.step()}
     assert max(runner.num_rows) <= 4
@@ -173,25 +179,6 @@ def test_a_small_budget_bounds_rows_and_starves_nobody(budget: int) -> None:
         assert tokens[str(number)] == [(number + 1 + k) % VOCAB for k in range(16)]
 
 
-def test_slots_are_reused_and_never_shared() -> None:
-    scheduler = Scheduler(max_num_seqs=2, max_num_batched_tokens=8)
-    requests = [
-        Request(str(n), np.zeros(2, np.int64), np.zeros(2, bool), SamplingParams(), seed=0) for n in range(4)
-    ]
-    for request in requests:
-        scheduler.add(request)
-    assert [work.request for work in scheduler.schedule()] == requests[:2]
-    assert {request.slot for request in requests[:2]} == {0, 1}
-    freed = requests[0].slot
-    scheduler.remove(requests[0])
-    scheduler.remove(requests[0])  # twice must not free the slot twice
-    scheduler.schedule()
-    assert requests[2].slot == freed
-    assert requests[3].slot is None
-    scheduler.remove(requests[3])
-    assert not scheduler.waiting
-
-
 # --- the real model
 
 
@@ -201,12 +188,12 @@ def real_core() -> EngineCore:
         checkpoint(),
         ShardPlan(checkpoint().config, Layout(1)),
         Communicator(),
-        RunnerLimits(max_num_seqs=3, max_model_len=64),
+        plain_limits(3, 64),
         pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
     )
     with torch.inference_mode():
         runner.model.vocabulary.embedding[77] = float("nan")
-    return EngineCore(runner, token_map(), max_num_batched_tokens=64)
+    return EngineCore(runner, token_map(), CoreOptions(max_num_batched_tokens=64))
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[int]:

@@ -37,17 +37,16 @@ def test_caches_agree_with_the_reference_state(harness: Harness):
         for key, value in state.items():
             if not key.startswith(name) or "compressor_" in key or "engram_cache" in key:
                 continue
-            ours = _cached(harness, key.removeprefix(f"{name}."), value.shape[1]).float()
+            ours = _cached(harness, key.removeprefix(f"{name}."), value.shape[1], position).float()
             error = ((ours - value[0].float()).norm() / value.float().norm()).item()
             # One flipped FP4 code of a small cache is worth a few percent; a wrong slot or row is worth a hundred.
             assert error < 0.12, f"{key}: {error:.4f}"
 
 
-def _cached(harness: Harness, name: str, rows: int) -> torch.Tensor:
+def _cached(harness: Harness, name: str, rows: int, stop: int) -> torch.Tensor:
     prefix, kind = name.rsplit(".", 1)
     stack, number = prefix.split(".")
     layer = int(number) + (harness.runner.config.num_hidden_layers if stack == "mtp" else 0)
     if kind == "window_kv":
-        return harness.cache.windows[layer][0]
-    pool = harness.cache.entries if kind == "compress_kv" else harness.cache.index_keys
-    return pool[layer][0, :rows]
+        return harness.window_ring(layer, stop)
+    return harness.entries(layer, rows) if kind == "compress_kv" else harness.index_keys(layer, rows)

@@ -18,6 +18,7 @@ from deskfleet.engine import ops
 from deskfleet.engine.model import attention, compressor, draft, indexer, moe, v41
 from deskfleet.engine.model.step import Step
 from deskfleet.engine.ops.rope import RopeTable
+from deskfleet.model.cache_formats import CacheFormats
 from tests.engine.golden import Harness, layer_differences
 
 Patch = pytest.MonkeyPatch
@@ -27,6 +28,22 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {}
 def mistake(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
     MISTAKES[plant.__name__] = plant
     return plant
+
+
+class Bf16Records:
+    """A record format that keeps rows as they are."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x.contiguous().view(torch.uint8)
+
+    def unpack(self, records: Tensor) -> Tensor:
+        return records.contiguous().view(torch.bfloat16)
+
+
+def store_as(patch: Patch, name: str, size: str, records: Bf16Records) -> None:
+    """Replace a record format by one of two bytes an element, and widen the pages for it."""
+    patch.setattr(ops, name, records)
+    patch.setattr(CacheFormats, size, property(lambda formats: 2 * formats.config.head_dim))
 
 
 def wrap(patch: Patch, owner: object, name: str, change: Callable) -> None:
@@ -150,8 +167,8 @@ def softmax_scale_of_the_rope_part(patch: Patch) -> None:
 @mistake
 def window_one_short(patch: Patch) -> None:
     def short(real):
-        def changed(segments, starts, size):
-            index = real(segments, starts, size)
+        def changed(segments, starts, tables, size):
+            index = real(segments, starts, tables, size)
             oldest = index.index.clone()
             full = (oldest >= 0).all(1)
             oldest[full, 0] = -1
@@ -164,21 +181,17 @@ def window_one_short(patch: Patch) -> None:
 
 @mistake
 def window_rows_not_quantised(patch: Patch) -> None:
-    def unquantised(self, x, rope):
-        latent = ops.rms_norm(ops.quantized_linear(x, self.wkv), self.kv_norm, self.config.rms_norm_eps)
-        return ops.apply_rope(latent, *rope)
-
-    patch.setattr(attention.Attention, "window_rows", unquantised)
+    """A record that keeps bf16 as it is, two bytes an element."""
+    store_as(patch, "WINDOW", "window_record_bytes", Bf16Records())
 
 
 @mistake
 def only_the_unrotated_dims_quantised(patch: Patch) -> None:
-    def partly(self, x, rope):
-        latent = ops.rms_norm(ops.quantized_linear(x, self.wkv), self.kv_norm, self.config.rms_norm_eps)
-        rotated = ops.apply_rope(latent, *rope)
-        return torch.cat((ops.fake_quant_fp8(rotated)[:, :-16], rotated[:, -16:]), -1)
+    class Partly(Bf16Records):
+        def pack(self, x: Tensor) -> Tensor:
+            return super().pack(torch.cat((ops.fake_quant_fp8(x)[:, :-16], x[:, -16:]), -1))
 
-    patch.setattr(attention.Attention, "window_rows", partly)
+    store_as(patch, "WINDOW", "window_record_bytes", Partly())
 
 
 @mistake
@@ -205,19 +218,23 @@ def output_groups_permuted(patch: Patch) -> None:
 
 @mistake
 def entries_not_quantised(patch: Patch) -> None:
-    patch.setattr(ops, "fake_quant_fp4_e4m3", lambda x, block=16: x)
+    store_as(patch, "ENTRY", "entry_record_bytes", Bf16Records())
 
 
 @mistake
 def entries_quantised_32_e8m0(patch: Patch) -> None:
-    patch.setattr(ops, "fake_quant_fp4_e4m3", lambda x, block=16: ops.fake_quant_fp4_e8m0(x))
+    class Coarser(Bf16Records):
+        def pack(self, x: Tensor) -> Tensor:
+            return super().pack(ops.fake_quant_fp4_e8m0(x))
+
+    store_as(patch, "ENTRY", "entry_record_bytes", Coarser())
 
 
 @mistake
 def entry_position_of_last_token(patch: Patch) -> None:
     def last(real):
-        def changed(segments, starts, ratio, capacity):
-            index = real(segments, starts, ratio, capacity)
+        def changed(segments, starts, tables, ratio, num_open_rows):
+            index = real(segments, starts, tables, ratio, num_open_rows)
             return replace(index, entry_positions=index.entry_positions + ratio - 1)
 
         return changed
@@ -299,7 +316,9 @@ def no_candidate_restriction(patch: Patch) -> None:
     patch.setattr(
         indexer.Indexer,
         "_candidates",
-        lambda self, scores, visible: torch.ones_like(scores, dtype=torch.bool),
+        lambda self, scores, numbers, visible, step: torch.arange(-(-len(numbers) // 8)).expand(
+            len(scores), -1
+        ),
     )
 
 

@@ -414,3 +414,23 @@ async def test_starting_and_stopping_leaks_nothing(run_directories: Path) -> Non
         await asyncio.sleep(0.05)
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(asyncio.all_tasks())))
     assert counts[-1] == counts[0], f"descriptors, threads and tasks after each launch: {counts}"
+
+
+async def test_a_frozen_rank_falls_silent_while_the_others_report() -> None:
+    """What no exit code shows: the process is there, its connection is open, and nothing comes of it."""
+    async with EngineClient(checkpoint(), TWO_RANKS) as engine:
+        before = {pulse.rank: pulse.num_passes for pulse in engine.pulses}
+        await tokens_of(engine, request(PROMPT, greedy(4)))
+        await asyncio.sleep(1.5)
+        assert all(pulse.num_passes >= before[pulse.rank] + 4 for pulse in engine.pulses)
+        frozen = psutil.Process(engine.ranks[1].pid)
+        frozen.suspend()
+        try:
+            await asyncio.sleep(3.0)
+            silent_s = {pulse.rank: pulse.silent_s for pulse in engine.pulses}
+        finally:
+            frozen.resume()
+        assert silent_s[1] is not None
+        assert silent_s[0] is not None
+        assert silent_s[1] > 2.0 > silent_s[0]
+        assert len(await tokens_of(engine, request(PROMPT, greedy(4)))) == 4

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deskfleet.endpoint import SamplingParams
-from deskfleet.engine.sampler import distribution, logprobs, sample
+from deskfleet.endpoint import Constraint, SamplingParams
+from deskfleet.engine.constraints import ConstraintCompiler, TokenConstraint
+from deskfleet.engine.sampler import SamplingState, distribution, draw, logprobs, sample
+from deskfleet.engine.tokenizer import ThinkingTokens, load_tokenizer
+from deskfleet.errors import EngineError
+from tests.engine.golden import ROOT
 
 # 0.1 % of the chi-square distribution lies beyond these, by degrees of freedom.
 CHI_SQUARE_999 = {2: 13.816, 4: 18.467, 5: 20.515, 7: 24.322, 9: 27.877}
@@ -180,3 +185,202 @@ def test_sampling_parameters_do_not_touch_logprobs() -> None:
     assert sampled.logprob == logprobs(logits, sampled.token_id, 3)
     assert sample(logits, replace(params, logprobs=None), seed=0, place=0).logprob is None
     assert sample(logits, replace(params, logprobs=0), seed=0, place=0).logprob == logprobs(logits, 2, 0)
+
+
+# --- with a state -------------------------------------------------------------------------------------------------
+
+VOCAB, EOS, THINKING = 512, 1, ThinkingTokens(507, 508)
+OPEN = np.array([0, 505, 40, 506, THINKING.start])
+CLOSED = np.array([0, 505, 40, 506, THINKING.end])
+CONSTRAINTS = (
+    None,
+    Constraint("json_object"),
+    Constraint("json_schema", '{"type": "array", "items": {"enum": [1, 22, "a", null]}, "maxItems": 4}'),
+    Constraint("regex", "(ab|c)+[0-9]{2}"),
+)
+
+
+@cache
+def compiler() -> ConstraintCompiler:
+    return ConstraintCompiler(load_tokenizer(ROOT / "model"), VOCAB, EOS)
+
+
+def compiled(constraint: Constraint | None) -> TokenConstraint | None:
+    return None if constraint is None else compiler().compile(constraint)
+
+
+def state_of(params: SamplingParams, prompt: np.ndarray) -> SamplingState:
+    return SamplingState(params, prompt, VOCAB, constraint=compiled(params.constraint), thinking=THINKING)
+
+
+def random_logits(rows: int, seed: int) -> np.ndarray:
+    """Coarse enough for ties, high for what ends things."""
+    logits = np.round(np.random.default_rng(seed).normal(0, 3, (rows, VOCAB)) * 2) / 2
+    logits[:, [EOS, *THINKING]] += 6
+    return logits.astype(np.float32)
+
+
+STATEFUL = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 3, 50]),
+    top_p=st.sampled_from([0.4, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.sampled_from([(), ((40, 5.0), (68, -100.0), (EOS, -3.0))]),
+    thinking_budget=st.sampled_from([None, 0, 1, 3]),
+    constraint=st.sampled_from(CONSTRAINTS),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(STATEFUL, st.sampled_from([OPEN, CLOSED, OPEN[:-1]]), st.integers(0, 2**32), st.data())
+def test_rows_after_drafts_are_those_of_plain_decoding(
+    params: SamplingParams, prompt: np.ndarray, seed: int, data: st.DataObject
+) -> None:
+    """Two steps of five drafts each: likely ones, so that they go deep into the grammar, and arbitrary ones."""
+    state, plain = state_of(params, prompt), state_of(params, prompt)
+    for step in range(2):
+        logits = random_logits(6, seed + step)
+        drafts: list[int] = []
+        expected: list[np.ndarray] = []
+        for row in range(6):
+            expected.extend(plain.distributions(logits[row : row + 1], ()))
+            if row == 5:
+                break
+            likely = np.flatnonzero(expected[-1])
+            drafts.append(data.draw(st.sampled_from(likely.tolist()) | st.integers(0, VOCAB - 1)))
+            if expected[-1][drafts[-1]] == 0:
+                break
+            plain.accept(drafts[-1:])
+        legal = len(expected)
+        drafts += [3] * (5 - len(drafts))
+        found = state.distributions(logits, drafts)
+        assert found.dtype == np.float64
+        np.testing.assert_array_equal(found[:legal], expected)
+        np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
+        np.testing.assert_array_equal(state.distributions(logits, drafts), found, "asking changes nothing")
+        state.accept(drafts[: legal - 1])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.5, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.7, 0.6]),
+        presence_penalty=st.sampled_from([0.0, 1.25, -0.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.75, -2.0]),
+        logit_bias=st.sampled_from([(), ((0, 2.0), (5, -7.5))]),
+    ),
+    st.lists(st.integers(0, 7), max_size=6),
+    st.lists(st.integers(0, 7), max_size=6),
+    st.integers(0, 6),
+    st.lists(st.floats(-20, 20, width=32), min_size=8, max_size=8),
+)
+def test_penalties_are_the_formula(
+    params: SamplingParams, prompt: list[int], output: list[int], num_drafts: int, logits: list[float]
+) -> None:
+    """vLLM's, a token at a time; the last tokens of the output are drafts, which count just the same."""
+    expected = []
+    for token, value in enumerate(logits):
+        value += dict(params.logit_bias).get(token, 0.0)
+        if token in prompt or token in output:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * output.count(token)
+        value -= params.presence_penalty * (token in output)
+        expected.append(math.exp(value / params.temperature))
+    total = math.fsum(expected)
+    state = SamplingState(params, np.array(prompt, np.int64), 8)
+    accepted = output[: max(len(output) - num_drafts, 0)]
+    state.accept(accepted)
+    drafts = output[len(accepted) :]
+    row = state.distributions(np.array([logits] * (len(drafts) + 1), np.float32), drafts)[-1]
+    np.testing.assert_allclose(row, [x / total for x in expected], rtol=1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(LOGITS, PARAMS)
+def test_without_a_state_rows_are_the_plain_distribution(logits: list[float], params: SamplingParams) -> None:
+    array = np.array([logits, logits[::-1]], np.float32)
+    state = SamplingState(params, np.array([0]), len(logits))
+    expected = [distribution(row, params) for row in array]
+    np.testing.assert_array_equal(state.distributions(array, [0]), expected)
+    greedy = SamplingState(replace(params, temperature=0), np.array([0]), len(logits))
+    np.testing.assert_array_equal(greedy.distributions(array, [0]), np.eye(len(logits))[array.argmax(axis=1)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draw_from_one_token_is_that_token(seed: int) -> None:
+    for token_id in (0, 3, 7):
+        assert draw(np.eye(8)[token_id], seed=seed, place=seed) == token_id
+
+
+def test_greedy_ties_after_penalties_go_to_the_lower_id() -> None:
+    state = SamplingState(SamplingParams(temperature=0, presence_penalty=1.0), np.array([0]), 4)
+    logits = np.array([[3.0, 4.0, 3.0, 3.0]], np.float32)
+    assert state.distributions(logits, ()).argmax() == 1
+    state.accept([1])
+    assert state.distributions(logits, ()).tolist() == [[1, 0, 0, 0]]
+
+
+def thought_length(params: SamplingParams, prompt: np.ndarray, drafts_per_step: int, seed: int) -> list[int]:
+    """What is written up to `</think>`, in steps of so many drafts, by a model that neither opens nor ends one."""
+    state = state_of(params, prompt)
+    output: list[int] = []
+    rng = np.random.default_rng(seed)
+    while THINKING.end not in output and len(output) < 30:
+        logits = random_logits(drafts_per_step + 1, int(rng.integers(2**32)))
+        logits[:, list(THINKING)] = -50
+        drafts: list[int] = []
+        for row in range(drafts_per_step + 1):
+            drafts.append(
+                draw(state.distributions(logits[: row + 1], drafts)[-1], seed=seed, place=len(output) + row)
+            )
+        state.accept(drafts)
+        output += drafts
+    return output[: output.index(THINKING.end)] if THINKING.end in output else output
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 7])
+@pytest.mark.parametrize("drafts_per_step", [0, 1, 3, 5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_thought_has_exactly_its_budget(budget: int, drafts_per_step: int, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, thinking_budget=budget)
+    assert len(thought_length(params, OPEN, drafts_per_step, seed=budget)) == budget
+    # What the prompt holds of the thought counts.
+    begun = np.append(OPEN, [40, 41])
+    assert len(thought_length(params, begun, drafts_per_step, seed=budget)) == max(budget - 2, 0)
+    assert len(thought_length(params, CLOSED, drafts_per_step, seed=budget)) >= 30, "no thought, no limit"
+    assert (
+        len(thought_length(replace(params, thinking_budget=None), OPEN, drafts_per_step, seed=budget)) >= 30
+    )
+
+
+def test_a_thought_that_the_model_opens_has_the_budget_too() -> None:
+    state = state_of(SamplingParams(thinking_budget=2), CLOSED)
+    logits = random_logits(1, 5)
+    for written, forced in ((40, False), (THINKING.start, False), (41, False), (THINKING.start, True)):
+        state.accept([written])
+        row = state.distributions(logits, ())[0]
+        assert (row[THINKING.end] == 1) == forced, written
+    state.accept([THINKING.end])
+    assert 0 < state.distributions(logits, ())[0][THINKING.end] < 1
+    state.accept([THINKING.start])
+    assert state.distributions(logits, ())[0][THINKING.end] < 1, "the next thought has a budget of its own"
+
+
+def test_without_thinking_tokens_there_is_no_budget() -> None:
+    state = SamplingState(SamplingParams(thinking_budget=0), OPEN, VOCAB)
+    logits = random_logits(1, 5)
+    np.testing.assert_array_equal(
+        state.distributions(logits, ()), [distribution(logits[0], SamplingParams())]
+    )
+
+
+def test_a_token_that_the_constraint_forbids_cannot_be_accepted() -> None:
+    state = state_of(SamplingParams(constraint=Constraint("regex", "a")), CLOSED)
+    with pytest.raises(EngineError, match="token 68 was emitted against"):
+        state.accept([68])

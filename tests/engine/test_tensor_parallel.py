@@ -15,14 +15,13 @@ import torch
 
 from deskfleet.endpoint import SamplingParams
 from deskfleet.engine import weights
-from deskfleet.engine.core import EngineCore
+from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.llm import LLM
 from deskfleet.engine.messages import AddRequest
-from deskfleet.engine.runner import RunnerLimits
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.layout import Layout, ShardPlan
 from tests.engine.engines import MODEL, greedy, random_ids
-from tests.engine.golden import checkpoint, measured, token_map
+from tests.engine.golden import checkpoint, measured, plain_limits, token_map
 from tests.engine.lockstep import Lockstep, poisoned, tensors_of
 
 # Around every edge: the n-gram size, the window (16), index_topk (8 entries), candidate blocks; the longest select.
@@ -65,7 +64,7 @@ def group_of(tp_size: int, allocate: Allocate | None = None) -> Lockstep:
     group = Lockstep(
         checkpoint(),
         tp_size,
-        RunnerLimits(max_num_seqs=2, max_model_len=256),
+        plain_limits(2, 256),
         pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
         allocate=allocate,
     )
@@ -78,7 +77,7 @@ def group_of(tp_size: int, allocate: Allocate | None = None) -> Lockstep:
 
 def drive(group: Lockstep) -> tuple[bytes, list[int]]:
     """Score a prompt beside a short one that decodes, in two steps: watching every operator takes its time."""
-    core = EngineCore(group.leader, token_map(), max_num_batched_tokens=128)
+    core = EngineCore(group.leader, token_map(), CoreOptions(max_num_batched_tokens=128))
     core.add(AddRequest("decode", SCORED[:20], bytes(20), (), greedy(2)))
     core.add(AddRequest("score", SCORED[:100], bytes(100), (), SamplingParams(), score=True))
     logits, tokens = b"", []

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from deskfleet.engine.rank import _bytes_to_read
-from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import CheckpointError
 from deskfleet.model.checkpoint import Checkpoint, TensorInfo
 from deskfleet.model.layout import Layout, ShardPlan, TensorShard
 from deskfleet.model.names import TensorClass
 from tests.engine.engines import MODEL
-from tests.engine.golden import checkpoint
+from tests.engine.golden import checkpoint, plain_limits
 from tests.engine.lockstep import Exchange, ThreadCommunicator, poisoned
 
 WIDTHS = {"BF16": np.uint16, "F32": np.float32, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "I8": np.uint8}
@@ -100,7 +100,7 @@ def test_progress_ends_at_what_was_announced(tp_size: int) -> None:
             checkpoint(),
             plan,
             ThreadCommunicator(rank, Exchange(tp_size), lambda rank, tensor: None),
-            RunnerLimits(max_num_seqs=1, max_model_len=32),
+            plain_limits(1, 32),
             pad_compressed_id=2,
             on_read=counted.append,
         ).close()

@@ -79,6 +79,18 @@ def call_markup(*calls: tuple[str, dict[str, tuple[str, bool]]]) -> str:
     return "\n\n" + "\n".join(["<｜DSML｜ calls>", *invokes, "</｜DSML｜ calls>"])
 
 
+def strict_format(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    """A response_format that promises a schema."""
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def strict_tool(properties: dict[str, Any], required: list[str], name: str = "strictly") -> dict[str, Any]:
+    """A tool whose calls are promised to have the form of its schema."""
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+
+
 def settings(**changes: Any) -> GatewaySettings:
     return GatewaySettings(**{"model_id": MODEL, "checkpoint": CHECKPOINT, "port": 0, **changes})
 

@@ -22,6 +22,8 @@ from chat_scripts import (
     ids,
     requesting,
     says,
+    strict_format,
+    strict_tool,
 )
 
 from deskfleet.errors import EngineError, PromptTooLong, RankDied, RequestError
@@ -29,6 +31,7 @@ from deskfleet.gateway.failures import UnknownModel, describe_failure
 from deskfleet.gateway.protocol import ChatProtocol
 from deskfleet.testing.scripted import Script, ScriptedEngine
 
+BEGUN = [*HELLO, {"role": "assistant", "content": "a", "prefix": True}]
 BODY = {"model": MODEL, "messages": HELLO, **CHAT}
 LONG = "and so it went on and on for a very long time indeed"
 
@@ -58,9 +61,15 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"continuous": True}}, "stream_options.continuous"),
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": "high"}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"stone": 1}}, "logit_bias"),
+    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"thinking_budget": -1}, "thinking_budget"),
+    ({"thinking_budget": 5, "thinking_token_budget": 6}, "thinking_token_budget"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"store": True}, "store"),
@@ -68,7 +77,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"max_token": 5}, "max_token"),
     ({"thinking": True}, "thinking"),
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 99}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": "99"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
     ({"enable_thinking": True}, "enable_thinking"),
     ({"reasoning_effort": "ludicrous"}, "reasoning_effort"),
     ({"reasoning_effort": 60}, "reasoning_effort"),
@@ -81,12 +91,20 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "thinking": {"type": "enabled"}}, "tool_choice"),
-    ({"response_format": {"type": "regex", "regex": "a+"}}, "response_format.type"),
+    ({"response_format": {"type": "ebnf"}}, "response_format.type"),
+    ({"response_format": {"type": "regex"}}, "response_format.regex"),
+    ({"response_format": {"type": "regex", "regex": "a+"}, "tools": TOOLS}, "response_format"),
+    ({"response_format": {"type": "regex", "regex": "a+"}, "messages": BEGUN}, "response_format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
-        "response_format.json_schema.strict",
+        "response_format",
     ),
+    ({"response_format": strict_format({"a": {"type": "integer"}}, [])}, "response_format"),
+    ({"tools": [strict_tool({"a": {"type": "integer"}}, [])]}, "tools"),
+    ({"tools": [strict_tool({"a": {"type": "integer"}}, ["a"]), *TOOLS]}, "tools"),
+    ({"tools": [strict_tool({'a"b': {"type": "integer"}}, ['a"b'])]}, "tools"),
+    ({"tools": [strict_tool({"a b": {"type": "integer"}}, ["a b"])]}, "tools"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": None}, "messages"),

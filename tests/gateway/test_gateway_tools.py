@@ -9,7 +9,6 @@ import pytest
 from chat_scripts import (
     CHAT,
     HELLO,
-    MODEL,
     THINK,
     TOOLS,
     ask,
@@ -148,18 +147,3 @@ async def test_control_tokens_inside_a_call_do_not_break_it() -> None:
         answer = await ask(client, tools=TOOLS, messages=HELLO)
     call = answer.choices[0].message.tool_calls[0].function
     assert json.loads(call.arguments) == {"city": 'Köln "Süd"'}
-
-
-async def test_strict_tools_are_shown_and_the_header_says_they_are_not_enforced() -> None:
-    """Agent frameworks mark every tool strict; being refused would lock them out."""
-    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
-    async with chatting(says(f"Let me see.{WEATHER}")) as (client, _):
-        raw = await client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=QUESTION, tools=strict, extra_body=CHAT
-        )
-        plain = await client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=QUESTION, tools=TOOLS, extra_body=CHAT
-        )
-    assert raw.headers["x-deskfleet-unenforced"] == "tools.strict"
-    assert raw.parse().choices[0].message.tool_calls[0].function.name == "weather"
-    assert "x-deskfleet-unenforced" not in plain.headers

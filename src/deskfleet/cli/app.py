@@ -28,6 +28,7 @@ VERBS = {
     "chat": "Talk to a checkpoint or to a running server.",
     "inspect": "Say what a checkpoint holds, and what each rank would hold.",
     "score": "Write the logits of every position of a token sequence.",
+    "selfcheck": "Check that answers do not depend on how they are made.",
     "make-tiny": "Make a small random checkpoint in the published format.",
     "demo": "Serve a small checkpoint, ask one question, and stay up.",
     "bench": "Measure, and keep the numbers with their provenance.",

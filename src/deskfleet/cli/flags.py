@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deskfleet.engine.client import EngineOptions
+from deskfleet.engine.limits import PrefixReplay
 from deskfleet.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -42,6 +43,50 @@ ThreadsPerRank = Annotated[
     ),
 ]
 
+DecodeContextParallel = Annotated[
+    int, typer.Option("--dcp", metavar="N", help="Ranks of --tp that share out the KV cache; divides --tp.")
+]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        "--speculate",
+        metavar="HOW",
+        help="Draft tokens ahead: off, a number, or e.g. k=5,accept=block,cap=conf:0.1.",
+    ),
+]
+KvCacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-tokens",
+        metavar="N",
+        min=1,
+        help="Tokens the KV cache holds, over all requests. [default: what 1 GiB holds]",
+    ),
+]
+BlockSize = Annotated[
+    int, typer.Option("--block-size", metavar="N", min=1, help="Tokens of one cache block.")
+]
+WindowTails = Annotated[
+    int,
+    typer.Option("--window-tails", metavar="N", min=0, help="Ended requests whose window stays at hand."),
+]
+PrefixCache = Annotated[
+    bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse what earlier prompts began with.")
+]
+Replay = Annotated[
+    PrefixReplay,
+    typer.Option(
+        "--prefix-replay", help="A lost window: run one window again, or as many as give the same bits."
+    ),
+]
+DecoderReplay = Annotated[
+    bool,
+    typer.Option(
+        "--decoder-replay/--no-decoder-replay",
+        help="Read prompts with half the work; answers are near those of the full model, not equal.",
+    ),
+]
+
 ENGINE = EngineOptions()
 """How a checkpoint is run when nobody says otherwise."""
 
@@ -63,12 +108,20 @@ __all__ = [
     "HOST",
     "PORT",
     "THINKING",
+    "BlockSize",
     "CheckpointArgument",
+    "DecodeContextParallel",
+    "DecoderReplay",
     "Host",
     "Json",
+    "KvCacheTokens",
     "MaxModelLen",
     "Port",
+    "PrefixCache",
+    "Replay",
+    "Speculate",
     "TensorParallel",
     "ThreadsPerRank",
+    "WindowTails",
     "default_of",
 ]

@@ -16,13 +16,21 @@ from deskfleet.cli.flags import (
     HOST,
     PORT,
     THINKING,
+    BlockSize,
     CheckpointArgument,
+    DecodeContextParallel,
+    DecoderReplay,
     Host,
     Json,
+    KvCacheTokens,
     MaxModelLen,
     Port,
+    PrefixCache,
+    Replay,
+    Speculate,
     TensorParallel,
     ThreadsPerRank,
+    WindowTails,
 )
 from deskfleet.cli.terminal import own_command, print_json, say
 from deskfleet.engine.client import EngineOptions
@@ -62,6 +70,14 @@ def run(
         bool, typer.Option("--thinking/--no-thinking", help="Think where a request does not say.")
     ] = THINKING,
     threads_per_rank: ThreadsPerRank = ENGINE.threads_per_rank,
+    dcp: DecodeContextParallel = ENGINE.dcp_size,
+    speculate: Speculate = ENGINE.speculation,
+    kv_cache_tokens: KvCacheTokens = ENGINE.kv_cache_tokens,
+    block_size: BlockSize = ENGINE.block_size,
+    window_tails: WindowTails = ENGINE.num_window_tails,
+    prefix_cache: PrefixCache = ENGINE.prefix_cache,
+    prefix_replay: Replay = ENGINE.prefix_replay,
+    decoder_replay: DecoderReplay = ENGINE.decoder_replay,
     as_json: Json = False,
 ) -> None:
     """Serve a checkpoint on an OpenAI-compatible endpoint.
@@ -86,6 +102,14 @@ def run(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads_per_rank=threads_per_rank,
+            dcp_size=dcp,
+            speculation=speculate,
+            kv_cache_tokens=kv_cache_tokens,
+            block_size=block_size,
+            num_window_tails=window_tails,
+            prefix_cache=prefix_cache,
+            prefix_replay=prefix_replay,
+            decoder_replay=decoder_replay,
         ),
     )
     with LoadReport() as report:

@@ -7,12 +7,14 @@ once and shared by every layer. Read-only during the forward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deskfleet.engine.cache import num_open_rows
+from deskfleet.engine.tables import NULL_BLOCK, BlockTables
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
 from deskfleet_engram.geometry import EngramGeometry
@@ -21,11 +23,13 @@ from deskfleet_engram.hashing import hash_ids
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """New tokens of one request.
+    """Consecutive tokens of one request.
 
     `token_ids` are positions start..start+n-1; `image_mask` marks positions inside an image span;
     `compressed_history` holds the compressed ids (DEAD at image positions) of the up to max_ngram-1 positions
-    before `start`; `compressed_ids` those of the new positions.
+    before `start`; `compressed_ids` those of the new positions. No window rows exist before `window_from`. The first
+    `num_replayed` tokens are run for their window rows alone: their entries are in the cache and stay as they are.
+    With `in_full`, every token goes through every layer, also under decoder replay.
     """
 
     slot: int
@@ -34,6 +38,9 @@ class Segment:
     compressed_ids: np.ndarray  # int64 (n,)
     compressed_history: np.ndarray  # int64 (<= max_ngram - 1,)
     image_mask: np.ndarray  # bool (n,)
+    window_from: int = 0
+    num_replayed: int = 0
+    in_full: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -42,16 +49,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class WindowIndex:
-    """Where a row's window lies: rows of cat(ring rows named by `previous`, this step's rows).
+    """Where a row's window lies: rows of cat(page rows named by `previous`, this step's rows).
 
-    previous int64 [P] flat ring rows; index int64 [T, W] into the concatenation, -1 absent, positions ascending;
-    write_rows / write_ring int64 [M]: which new rows go to which flat ring rows afterwards.
+    previous int64 [P] page rows; index int64 [T, W] into the concatenation, -1 absent, positions ascending;
+    write_rows / write_pages int64 [M]: which new rows go to which page rows afterwards.
     """
 
     previous: Tensor
     index: Tensor
     write_rows: Tensor
-    write_ring: Tensor
+    write_pages: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +66,28 @@ class CompressionIndex:
     """Groups completed by this step at one ratio.
 
     open_rows int64 [S] flat rows of the open-group state that are needed; members int64 [N, ratio] rows of
-    cat(open rows, this step's rows); entry_rows int64 [N] flat cache rows; entry_positions int64 [N] position of
-    each group's first token; open_write_rows / open_write_state int64 [M]: new members left open.
+    cat(open rows, this step's rows); entry_positions int64 [N] position of each group's first token; own int64 [M]
+    those groups whose entries lie on this rank, entry_pages int64 [M] their page rows; open_write_rows /
+    open_write_state int64 [M]: new rows kept as open state.
     """
 
     ratio: int
     open_rows: Tensor
     members: Tensor
-    entry_rows: Tensor
     entry_positions: Tensor
+    own: Tensor
+    entry_pages: Tensor
     open_write_rows: Tensor
     open_write_state: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The rows of a step that go through the decoder (spec §3.3): `rows` int64 [T'] of the step, and they as a
+    batch."""
+
+    rows: Tensor
+    batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +98,25 @@ class Batch:
     row_starts: tuple[int, ...]
     token_ids: Tensor  # int64 (T,)
     positions: Tensor  # int64 (T,)
-    slots: Tensor  # int64 (T,)
+    slots: np.ndarray  # int64 (T,)
+    tables: BlockTables
     image_mask: Tensor  # bool (T,)
     window: WindowIndex
     compression: dict[int, CompressionIndex]
     num_visible: dict[int, Tensor]  # ratio -> int64 (T,): entries visible to each row
     engram_ids: np.ndarray  # int64 (T, Engram layers, columns)
     image_embeddings: Tensor | None = field(default=None)  # bf16 (image rows, M), in row order
+    tail: Tail | None = field(default=None)  # None: every row goes through every layer
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+    def entry_addresses(self, entries: Tensor, ratio: int) -> np.ndarray:
+        """Addresses int64 [T, L] of entry numbers [T, L] of each row's own request; -1 stays -1."""
+        numbers = entries.numpy()
+        addresses = self.tables.entry_addresses(self.slots[:, None], np.maximum(numbers, 0), ratio)
+        return np.where(numbers < 0, -1, addresses)
 
     @property
     def last_rows(self) -> list[int]:
@@ -99,29 +125,38 @@ class Batch:
 
 
 class BatchBuilder:
-    """Builds batches for one configuration and cache size."""
+    """Builds batches for one configuration over the block tables of its rank."""
 
     def __init__(
         self,
         config: ModelConfig,
         geometry: EngramGeometry | None,
+        tables: BlockTables,
         *,
         pad_compressed_id: int,
-        max_model_len: int,
+        decoder_replay: bool = False,
     ) -> None:
+        """With `decoder_replay`, only the rows of a chunk that later ones see go through the decoder layers."""
         self._config = config
+        self._decoder_replay = decoder_replay
         self._geometry = geometry
+        self._tables = tables
         self._pad_id = pad_compressed_id
-        self._max_model_len = max_model_len
         self._ratios = sorted({r for r in config.compress_ratios[: config.num_hidden_layers] if r > 0})
 
     def build(self, segments: Sequence[Segment], image_embeddings: Tensor | None = None) -> Batch:
         """Raises EngineError when a segment would leave its slot."""
         for segment in segments:
-            if segment.start + segment.num_tokens > self._max_model_len:
+            if segment.start + segment.num_tokens > self._tables.max_model_len:
                 raise EngineError(
-                    f"segment {segment.start}+{segment.num_tokens} exceeds the cache of {self._max_model_len}"
+                    f"segment {segment.start}+{segment.num_tokens} exceeds the {self._tables.max_model_len} positions "
+                    "of a slot"
                 )
+        engram_ids = np.concatenate([self._hash(segment) for segment in segments])
+        batch = self._build(segments, engram_ids)
+        return replace(batch, image_embeddings=image_embeddings, tail=self._tail(batch))
+
+    def _build(self, segments: Sequence[Segment], engram_ids: np.ndarray) -> Batch:
         starts = np.concatenate(([0], np.cumsum([s.num_tokens for s in segments]))).astype(np.int64)
         positions = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in segments])
         return Batch(
@@ -129,17 +164,54 @@ class BatchBuilder:
             row_starts=tuple(int(x) for x in starts),
             token_ids=_tensor(np.concatenate([s.token_ids for s in segments])),
             positions=_tensor(positions),
-            slots=_tensor(np.repeat([s.slot for s in segments], np.diff(starts))),
+            slots=np.repeat([s.slot for s in segments], np.diff(starts)),
+            tables=self._tables,
             image_mask=torch.from_numpy(np.concatenate([s.image_mask for s in segments]).astype(bool)),
-            window=_window_index(segments, starts, self._config.sliding_window),
+            window=_window_index(segments, starts, self._tables, self._config.sliding_window),
             compression={
-                ratio: _compression_index(segments, starts, ratio, max(self._max_model_len // ratio, 1))
+                ratio: _compression_index(
+                    segments,
+                    starts,
+                    self._tables,
+                    ratio,
+                    num_open_rows(ratio, self._config.dspark_block_size),
+                )
                 for ratio in self._ratios
             },
             num_visible={ratio: _tensor((positions + 1) // ratio) for ratio in self._ratios},
-            engram_ids=np.concatenate([self._hash(segment) for segment in segments]),
-            image_embeddings=image_embeddings,
+            engram_ids=engram_ids,
         )
+
+    def _tail(self, batch: Batch) -> Tail | None:
+        """The rows from the first that a window block is kept of; earlier ones no later step sees in the decoder."""
+        cut = [
+            self._tail_start(segment) if self._decoder_replay else segment.start for segment in batch.segments
+        ]
+        if all(start == segment.start for start, segment in zip(cut, batch.segments, strict=True)):
+            return None
+        segments, rows = [], []
+        for segment, row_start, start in zip(batch.segments, batch.row_starts, cut, strict=False):
+            first = start - segment.start
+            rows.append(row_start + np.arange(first, segment.num_tokens))
+            segments.append(
+                segment
+                if first == 0
+                else replace(
+                    segment,
+                    start=start,
+                    token_ids=segment.token_ids[first:],
+                    image_mask=segment.image_mask[first:],
+                    window_from=max(start, segment.window_from),  # rows before it have none in the decoder
+                )
+            )
+        kept = np.concatenate(rows)
+        return Tail(_tensor(kept), self._build(segments, batch.engram_ids[kept]))
+
+    def _tail_start(self, segment: Segment) -> int:
+        if segment.in_full:
+            return segment.start
+        stop, size = segment.start + segment.num_tokens, self._tables.block_size
+        return max(segment.start, (stop // size * size - self._config.sliding_window + 1) // size * size)
 
     def _hash(self, segment: Segment) -> np.ndarray:
         if self._geometry is None:
@@ -155,51 +227,56 @@ def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
 
 
-def _window_index(segments: Sequence[Segment], starts: np.ndarray, size: int) -> WindowIndex:
-    previous, index, write_rows, write_ring = [], [], [], []
-    num_previous = [min(s.start, size - 1) for s in segments]
-    total_previous = sum(num_previous)
+def _window_index(
+    segments: Sequence[Segment], starts: np.ndarray, tables: BlockTables, size: int
+) -> WindowIndex:
+    previous, index, write_rows, write_pages = [], [], [], []
+    first = [max(s.start - size + 1, s.window_from, 0) for s in segments]
+    first = [min(f, s.start) for f, s in zip(first, segments, strict=True)]
+    total_previous = sum(s.start - f for f, s in zip(first, segments, strict=True))
     offset = 0
-    for segment, row_start, count in zip(segments, starts, num_previous, strict=False):
-        first = segment.start - count
-        previous.append(segment.slot * size + np.arange(first, segment.start) % size)
-        rows = np.arange(segment.num_tokens)
-        position = segment.start + rows[:, None]
-        seen = np.maximum(position - size + 1, 0) + np.arange(size)  # (n, W), ascending from the oldest
+    for segment, row_start, oldest in zip(segments, starts, first, strict=False):
+        previous.append(tables.window_rows(segment.slot, np.arange(oldest, segment.start)))
+        position = segment.start + np.arange(segment.num_tokens)
+        seen = np.maximum(position[:, None] - size + 1, oldest) + np.arange(size)  # (n, W), from the oldest
         source = np.where(
-            seen >= segment.start, total_previous + row_start + seen - segment.start, offset + seen - first
+            seen >= segment.start, total_previous + row_start + seen - segment.start, offset + seen - oldest
         )
-        index.append(np.where(seen <= position, source, -1))
-        kept = rows[-size:]  # older rows of this step would be overwritten by newer ones
+        index.append(np.where(seen <= position[:, None], source, -1))
+        pages = tables.window_rows(segment.slot, position)
+        kept = np.flatnonzero(pages >= (NULL_BLOCK + 1) * tables.block_size)
         write_rows.append(row_start + kept)
-        write_ring.append(segment.slot * size + (segment.start + kept) % size)
-        offset += count
-    return WindowIndex(*(_tensor(np.concatenate(x)) for x in (previous, index, write_rows, write_ring)))
+        write_pages.append(pages[kept])
+        offset += segment.start - oldest
+    return WindowIndex(*(_tensor(np.concatenate(x)) for x in (previous, index, write_rows, write_pages)))
 
 
 def _compression_index(
-    segments: Sequence[Segment], starts: np.ndarray, ratio: int, capacity: int
+    segments: Sequence[Segment], starts: np.ndarray, tables: BlockTables, ratio: int, num_open_rows: int
 ) -> CompressionIndex:
-    open_rows, members, entry_rows, entry_positions = [], [], [], []
+    open_rows, members, addresses, entry_positions = [], [], [], []
     open_write_rows, open_write_state = [], []
-    num_open = [s.start % ratio for s in segments]
+    first_new = [s.start + s.num_replayed for s in segments]
+    num_open = [new % ratio for new in first_new]  # members that came with an earlier step
     total_open = sum(num_open)
     offset = 0
-    for segment, row_start, count in zip(segments, starts, num_open, strict=False):
-        stop = segment.start + segment.num_tokens
-        open_rows.append(segment.slot * (ratio - 1) + np.arange(count))
-        groups = np.arange(segment.start // ratio, stop // ratio)
+    for segment, row_start, new, count in zip(segments, starts, first_new, num_open, strict=False):
+        stop, state = segment.start + segment.num_tokens, segment.slot * num_open_rows
+        open_rows.append(state + np.arange(new - count, new) % num_open_rows)
+        groups = np.arange(new // ratio, stop // ratio)
         token = groups[:, None] * ratio + np.arange(ratio)  # positions of each group's members
         chunk_row = total_open + row_start + token - segment.start
-        members.append(np.where(token >= segment.start, chunk_row, offset + token % ratio))
-        entry_rows.append(segment.slot * capacity + groups)
+        members.append(np.where(token >= new, chunk_row, offset + token % ratio))
+        addresses.append(tables.entry_addresses(segment.slot, groups, ratio))
         entry_positions.append(groups * ratio)
-        left = np.arange(max(stop // ratio * ratio, segment.start), stop)
-        open_write_rows.append(row_start + left - segment.start)
-        open_write_state.append(segment.slot * (ratio - 1) + left % ratio)
+        kept = np.arange(max(segment.start, stop - num_open_rows), stop)
+        open_write_rows.append(row_start + kept - segment.start)
+        open_write_state.append(state + kept % num_open_rows)
         offset += count
-    parts = (open_rows, members, entry_rows, entry_positions, open_write_rows, open_write_state)
-    return CompressionIndex(ratio, *(_tensor(np.concatenate(x)) for x in parts))
+    own, pages = tables.owned(np.concatenate(addresses), ratio)
+    parts = [np.concatenate(x) for x in (open_rows, members, entry_positions)]
+    writes = [np.concatenate(x) for x in (open_write_rows, open_write_state)]
+    return CompressionIndex(ratio, *map(_tensor, (*parts, own, pages, *writes)))
 
 
 __all__ = ["Batch", "BatchBuilder", "CompressionIndex", "Segment", "WindowIndex"]

@@ -24,12 +24,15 @@ import numpy as np
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from deskfleet.engine import messages
+from deskfleet.engine.constraints import check_constraint
 from deskfleet.engine.images import PreparedImage, prepare_image
 from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
+from deskfleet.engine.limits import PrefixReplay, RunnerLimits, resolve_limits
 from deskfleet.engine.process import RankProcess, cause_of_end, receive, start_rank
 from deskfleet.engine.spec import RankSpec
+from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.stopping import StopStrings
-from deskfleet.engine.tokenizer import load_tokenizer
+from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
@@ -40,13 +43,25 @@ _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run a checkpoint. None means: derived from the checkpoint or the machine."""
+    """How to run a checkpoint. None means: derived from the checkpoint or the machine.
+
+    `kv_cache_tokens` is the capacity of the pool of compressed KV; `num_window_tails` the windows kept of requests that
+    have ended. Each of `dcp_size` ranks holds a share of the pool. `speculation` is read by SpeculationOptions.parse.
+    """
 
     tp_size: int = 1
+    dcp_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     threads_per_rank: int | None = None
+    block_size: int = 16
+    kv_cache_tokens: int | None = None
+    num_window_tails: int = 32
+    prefix_cache: bool = True
+    prefix_replay: PrefixReplay = "window"
+    speculation: str = "off"
+    decoder_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,18 @@ class LoadedRank:
     weight_bytes: int
     cache_bytes: int
     load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankPulse:
+    """When a rank was last heard, in seconds ago (None: never), and how many forward passes it has run.
+
+    A rank reports every second, also while it computes; one that is silent for several is frozen or starved.
+    """
+
+    rank: int
+    silent_s: float | None
+    num_passes: int
 
 
 @dataclass
@@ -96,6 +123,7 @@ class EngineClient:
         _check_options(self.options)
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
         ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
+        self._limits = _resolve_limits(checkpoint, self.options, self._max_model_len)
         self._tokenizer = load_tokenizer(checkpoint.directory)
         self._ranks: list[RankProcess] = []
         self._ended: list[RankProcess] = []  # in the order in which their ends were noticed
@@ -133,7 +161,13 @@ class EngineClient:
         num_prompt_tokens = len(message.token_ids)
         async with contextlib.aclosing(self._run(message, stopping)) as outputs:
             async for output in outputs:
-                yield TokenChunk(output.token_ids, output.logprobs, num_prompt_tokens, output.finish_reason)
+                yield TokenChunk(
+                    output.token_ids,
+                    output.logprobs,
+                    num_prompt_tokens,
+                    output.finish_reason,
+                    output.num_cached_tokens,
+                )
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits float32 [len(token_ids), V]: row i ranks the token after position i."""
@@ -157,6 +191,17 @@ class EngineClient:
         return tuple(
             LoadedRank(rank.number, rank.process.pid, report.weight_bytes, report.cache_bytes, report.load_s)
             for rank, report in ready
+        )
+
+    @property
+    def pulses(self) -> tuple[RankPulse, ...]:
+        """How each started rank is doing."""
+        now_s = asyncio.get_running_loop().time()
+        return tuple(
+            RankPulse(
+                rank.number, None if rank.heard_at_s is None else now_s - rank.heard_at_s, rank.num_passes
+            )
+            for rank in self._ranks
         )
 
     # --- life -----------------------------------------------------------------------------------------
@@ -231,9 +276,11 @@ class EngineClient:
                 checkpoint=str(self.checkpoint.directory),
                 control_socket=socket_path,
                 rendezvous=f"file://{directory}/rendezvous",
-                max_model_len=self._max_model_len,
-                max_num_seqs=options.max_num_seqs,
+                limits=self._limits,
                 max_num_batched_tokens=options.max_num_batched_tokens,
+                speculation=options.speculation,
+                prefix_cache=options.prefix_cache,
+                prefix_replay=options.prefix_replay,
                 num_threads=options.threads_per_rank or max(cores // options.tp_size, 1),
                 parent_pid=os.getpid(),
             )
@@ -305,7 +352,10 @@ class EngineClient:
                 self._notice_end(rank)
 
     def _on_report(self, rank: RankProcess, report: messages.Report) -> None:
-        if isinstance(report, messages.StepOutput):
+        rank.heard_at_s = asyncio.get_running_loop().time()
+        if isinstance(report, messages.Heartbeat):
+            rank.num_passes = report.num_passes
+        elif isinstance(report, messages.StepOutput):
             self._stats = report.stats
             for output in report.outputs:
                 if output.request_id in self._pending:
@@ -346,6 +396,7 @@ class EngineClient:
         config = self.checkpoint.config
         check_prompt(request.prompt_token_ids, config.vocab_size)
         check_sampling(request.sampling, config.vocab_size)
+        await self._check_form(request.sampling)
         if request.images and config.vision is None:
             raise RequestError("this checkpoint cannot see images", param="messages")
         check_placeholders(request.prompt_token_ids, config.image_token_id, len(request.images))
@@ -362,7 +413,18 @@ class EngineClient:
             )
             for image in images
         )
-        return messages.AddRequest(request.request_id, token_ids, in_image, pixels, request.sampling)
+        return messages.AddRequest(
+            request.request_id, token_ids, in_image, pixels, request.sampling, timeout_s=request.timeout_s
+        )
+
+    async def _check_form(self, params: SamplingParams) -> None:
+        if params.thinking_budget is not None and thinking_tokens(self._tokenizer) is None:
+            raise RequestError(
+                "this checkpoint's tokenizer has no <think> and </think>", param="thinking_budget"
+            )
+        if params.constraint is not None:
+            # Here, where it can be refused, and in a thread: a large schema takes tenths of a second.
+            await asyncio.to_thread(check_constraint, params.constraint)
 
     async def _run(
         self, message: messages.AddRequest, stopping: StopStrings | None = None
@@ -403,6 +465,24 @@ def _check_options(options: EngineOptions) -> None:
             raise ConfigError(f"{name} is {value}, less than 1")
 
 
+def _resolve_limits(checkpoint: Checkpoint, options: EngineOptions, max_model_len: int) -> RunnerLimits:
+    config = checkpoint.config
+    block_size = config.dspark_block_size if config.num_nextn_predict_layers else 0
+    speculation = SpeculationOptions.parse(options.speculation, block_size)
+    return resolve_limits(
+        config,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
+        kv_cache_tokens=options.kv_cache_tokens,
+        num_window_tails=options.num_window_tails,
+        with_drafts=speculation.num_drafts > 0,
+        tp_size=options.tp_size,
+        dcp_size=options.dcp_size,
+        decoder_replay=options.decoder_replay,
+    )
+
+
 def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
     limit = checkpoint.config.max_position_embeddings
     if asked is None:
@@ -415,4 +495,4 @@ def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
     return asked
 
 
-__all__ = ["EngineClient", "EngineOptions", "LoadProgress", "LoadedRank"]
+__all__ = ["EngineClient", "EngineOptions", "LoadProgress", "LoadedRank", "RankPulse"]

@@ -18,9 +18,11 @@ _TIMEOUT = timedelta(days=30)  # liveness is the supervisor's business: it watch
 class Communicator:
     """The collectives of rank `rank` in a group of `size`."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        """`group` None is every rank that has joined."""
         self.rank = rank
         self.size = size
+        self._group = group
 
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: str) -> Communicator:
@@ -31,6 +33,19 @@ class Communicator:
             )
         return cls(rank, size)
 
+    def split(self, size: int) -> Communicator:
+        """The `size` neighbours of this rank that share `rank // size`. Every rank must call this; `size` divides
+        ours."""
+        if size == self.size:
+            return self
+        if size == 1:
+            return Communicator()
+        groups = [
+            dist.new_group(list(range(first, first + size)), timeout=_TIMEOUT)
+            for first in range(0, self.size, size)
+        ]
+        return Communicator(self.rank % size, size, groups[self.rank // size])
+
     def leave(self) -> None:
         """Leave the group; the object is of no use afterwards."""
         if self.size > 1 and dist.is_initialized():
@@ -39,7 +54,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum of `tensor` over ranks, in place; returned for chaining."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -48,7 +63,7 @@ class Communicator:
             return [tensor]
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather([_as_bytes(part) for part in parts], _as_bytes(own))
+        dist.all_gather([_as_bytes(part) for part in parts], _as_bytes(own), group=self._group)
         return parts
 
     def broadcast(self, tensor: Tensor) -> Tensor:

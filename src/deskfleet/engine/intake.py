@@ -41,6 +41,20 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             params.logprobs is None or 0 <= params.logprobs <= vocab_size,
             f"0 to {vocab_size}",
         ),
+        (
+            "repetition_penalty",
+            params.repetition_penalty,
+            0 < params.repetition_penalty < math.inf,
+            "a finite number, more than 0",
+        ),
+        ("presence_penalty", params.presence_penalty, abs(params.presence_penalty) <= 2, "-2 to 2"),
+        ("frequency_penalty", params.frequency_penalty, abs(params.frequency_penalty) <= 2, "-2 to 2"),
+        (
+            "thinking_budget",
+            params.thinking_budget,
+            params.thinking_budget is None or params.thinking_budget >= 0,
+            "0 or more",
+        ),
     ):
         if not is_good:
             raise RequestError(f"{name} is {value}, but must be {wanted}", param=name)
@@ -49,6 +63,22 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(
             f"stop token id {bad} is outside the vocabulary of {vocab_size}", param="stop_token_ids"
         )
+    _check_bias(params.logit_bias, vocab_size)
+
+
+def _check_bias(logit_bias: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    for token_id, bias in logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}",
+                param="logit_bias",
+            )
+        if not abs(bias) <= 100:
+            raise RequestError(
+                f"logit_bias of token id {token_id} is {bias}, but must be -100 to 100", param="logit_bias"
+            )
+    if len({token_id for token_id, _ in logit_bias}) < len(logit_bias):
+        raise RequestError("logit_bias names a token id twice", param="logit_bias")
 
 
 def check_placeholders(token_ids: Sequence[int], image_token_id: int, num_images: int) -> None:

@@ -10,6 +10,7 @@ import struct
 import msgspec
 
 from deskfleet.endpoint import EngineStats, FinishReason, SamplingParams, TokenLogprob
+from deskfleet.engine.tables import TableUpdate
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -36,6 +37,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     images: tuple[ImagePixels, ...]
     sampling: SamplingParams
     score: bool = False
+    timeout_s: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +90,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     logits: bytes | None = None
     error: str | None = None
+    num_cached_tokens: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +109,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     hint: str | None = None
 
 
-Report = Hello | Loading | Ready | StepOutput | Failed
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process lives, and so far it has run this many forward passes."""
+
+    rank: int
+    num_passes: int
+
+
+Report = Hello | Loading | Ready | StepOutput | Heartbeat | Failed
 
 
 class SegmentMessage(msgspec.Struct, frozen=True):
@@ -118,14 +128,41 @@ class SegmentMessage(msgspec.Struct, frozen=True):
     compressed_ids: bytes
     compressed_history: bytes
     image_mask: bytes
+    window_from: int
+    num_replayed: int
+    in_full: bool
 
 
 class StepMessage(msgspec.Struct, frozen=True, tag=True):
-    """What rank 0 tells the other ranks to run: segments, rows whose logits are wanted, image rows to receive."""
+    """What rank 0 tells the other ranks to run: blocks that changed hands, segments, rows whose logits are wanted,
+    image rows to receive."""
 
+    updates: tuple[TableUpdate, ...]
     segments: tuple[SegmentMessage, ...]
     logit_rows: tuple[int, ...]
     num_image_rows: int
+
+
+class DraftRequest(msgspec.Struct, frozen=True):
+    """One request to draft for: its anchor (engine.model.draft.Anchor) and how its drafts are drawn.
+
+    `temperature` 0 is greedy. `seed` and `place` (the first draft's place in the output) name the random numbers, so
+    that every rank draws the same ones.
+    """
+
+    slot: int
+    position: int
+    token_id: int
+    window_from: int
+    temperature: float
+    seed: int
+    place: int
+
+
+class DraftMessage(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 has the other ranks draft along."""
+
+    requests: tuple[DraftRequest, ...]
 
 
 class StopMessage(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +172,7 @@ class StopMessage(msgspec.Struct, frozen=True, tag=True):
 _encoder = msgspec.msgpack.Encoder()
 command_decoder = msgspec.msgpack.Decoder(Command)
 report_decoder = msgspec.msgpack.Decoder(Report)
-lockstep_decoder = msgspec.msgpack.Decoder(StepMessage | StopMessage)
+lockstep_decoder = msgspec.msgpack.Decoder(StepMessage | DraftMessage | StopMessage)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -160,7 +197,10 @@ __all__ = [
     "AddRequest",
     "Cancel",
     "Command",
+    "DraftMessage",
+    "DraftRequest",
     "Failed",
+    "Heartbeat",
     "Hello",
     "ImagePixels",
     "Loading",

@@ -34,6 +34,8 @@ class RankProcess:
     log: Path
     ready: asyncio.Future[messages.Ready]
     writer: asyncio.StreamWriter | None = None
+    heard_at_s: float | None = None  # of the event loop's clock, when it last reported
+    num_passes: int = 0
     failed: messages.Failed | None = None
 
 

@@ -6,6 +6,7 @@ with its parent, and a closed socket ends it too. Whatever goes wrong is reporte
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,11 +23,13 @@ import numpy as np
 import torch
 
 from deskfleet.engine import messages
-from deskfleet.engine.core import EngineCore
+from deskfleet.engine.constraints import ConstraintCompiler
+from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.runner import ModelRunner, RunnerLimits
+from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.spec import RankSpec
-from deskfleet.engine.tokenizer import load_tokenizer
+from deskfleet.engine.speculate import SpeculationOptions
+from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import DeskfleetError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
@@ -35,6 +39,7 @@ from deskfleet_engram.tokens import check_size, compressed_token_map
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY_BYTES = 1 << 24
+_HEARTBEAT_S = 1.0
 
 
 class Control:
@@ -76,6 +81,17 @@ class Control:
 
         threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
 
+    def beat(self, rank: int, num_passes: Callable[[], int]) -> None:
+        """Report every second that this process lives and how far it is, for as long as it does."""
+
+        def report() -> None:
+            with contextlib.suppress(OSError):  # the supervisor is gone, and this process is on its way out
+                while True:
+                    self.send(messages.Heartbeat(rank, num_passes()))
+                    time.sleep(_HEARTBEAT_S)
+
+        threading.Thread(target=report, name="heartbeat", daemon=True).start()
+
     def _parse(self) -> list[messages.Command]:
         commands = []
         while len(self._buffer) >= messages.LENGTH_BYTES:
@@ -105,20 +121,25 @@ def run(spec: RankSpec, control: Control) -> None:
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
     compressed = token_map(checkpoint)
     comm = Communicator.join(spec.rank, spec.tp_size, spec.rendezvous)
-    progress = _Progress(control, spec.rank, _bytes_to_read(plan, spec.rank))
+    with_drafts = _speculation(spec, checkpoint).num_drafts > 0
+    progress = _Progress(control, spec.rank, _bytes_to_read(plan, spec.rank, with_drafts=with_drafts))
     runner = ModelRunner(
         checkpoint,
         plan,
         comm,
-        RunnerLimits(max_num_seqs=spec.max_num_seqs, max_model_len=spec.max_model_len),
+        spec.limits,
         pad_compressed_id=int(compressed[checkpoint.config.engram_pad_token_id]),
+        with_drafts=with_drafts,
         on_read=progress.add,
     )
+    control.beat(spec.rank, lambda: runner.num_passes)
+    # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
+    core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
     control.send(
         messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, time.monotonic() - begin)
     )
-    if spec.rank == 0:
-        _lead(EngineCore(runner, compressed, max_num_batched_tokens=spec.max_num_batched_tokens), control)
+    if core is not None:
+        _lead(core, control)
         runner.stop()
     else:
         control.exit_with_supervisor()
@@ -127,25 +148,49 @@ def run(spec: RankSpec, control: Control) -> None:
     runner.close()
 
 
+def _core(spec: RankSpec, checkpoint: Checkpoint, runner: ModelRunner, compressed: np.ndarray) -> EngineCore:
+    tokenizer = load_tokenizer(checkpoint.directory)
+    config = checkpoint.config
+    return EngineCore(
+        runner,
+        compressed,
+        CoreOptions(
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            speculation=_speculation(spec, checkpoint),
+            prefix_cache=spec.prefix_cache,
+            prefix_replay=spec.prefix_replay,
+        ),
+        constraints=ConstraintCompiler(tokenizer, config.vocab_size, config.eos_token_id),
+        thinking=thinking_tokens(tokenizer),
+    )
+
+
+def _speculation(spec: RankSpec, checkpoint: Checkpoint) -> SpeculationOptions:
+    return SpeculationOptions.parse(spec.speculation, checkpoint.config.dspark_block_size)
+
+
 def _lead(core: EngineCore, control: Control) -> None:
     while True:
-        before = core.stats
+        before, outputs = core.stats, []
         for command in control.receive(block=not core.has_work):
             if isinstance(command, messages.Stop):
                 return
             if isinstance(command, messages.AddRequest):
-                core.add(command)
+                refusal = core.add(command)
+                outputs += [refusal] if refusal is not None else []
             else:
                 core.cancel(command)
         if core.has_work:
-            control.send(messages.StepOutput(tuple(core.step()), core.stats))
-        elif core.stats != before:
-            control.send(messages.StepOutput((), core.stats))
+            outputs += core.step()
+        if outputs or core.stats != before:
+            control.send(messages.StepOutput(tuple(outputs), core.stats))
 
 
-def _bytes_to_read(plan: ShardPlan, rank: int) -> int:
-    """Bytes a rank loads: Engram tables stay on disk, drafts are not served yet, and only rank 0 sees images."""
-    left_out = {TensorClass.engram, TensorClass.draft} | ({TensorClass.vision} if rank > 0 else set())
+def _bytes_to_read(plan: ShardPlan, rank: int, *, with_drafts: bool) -> int:
+    """Bytes a rank loads: Engram tables stay on disk, drafts if they are served, and only rank 0 sees images."""
+    left_out = {TensorClass.engram} | ({TensorClass.vision} if rank > 0 else set())
+    if not with_drafts:
+        left_out.add(TensorClass.draft)
     return sum(num_bytes for kind, num_bytes in plan.rank_bytes(rank).items() if kind not in left_out)
 
 

@@ -6,7 +6,7 @@ Rank 0 builds segments and broadcasts them; all ranks run the same rows. Knows n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,24 +14,20 @@ from torch import Tensor
 
 from deskfleet.engine import messages
 from deskfleet.engine.batch import BatchBuilder, Segment
-from deskfleet.engine.cache import KVCache
+from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.model.draft import DraftModel
+from deskfleet.engine.limits import RunnerLimits
+from deskfleet.engine.model.draft import Anchor, DraftModel, Proposal
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower, normalise_pixels
+from deskfleet.engine.speculate import Coins, draft_choice
+from deskfleet.engine.tables import BlockTables, TableUpdate
 from deskfleet.engine.weights import Allocate, ShardReader
 from deskfleet.errors import EngineError
+from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layout import ShardPlan
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerLimits:
-    """Sizes fixed at start."""
-
-    max_num_seqs: int
-    max_model_len: int
 
 
 class ModelRunner:
@@ -53,45 +49,77 @@ class ModelRunner:
         self.config = config
         self.comm = comm
         self.limits = limits
+        self.num_passes = 0  # forward passes over the backbone so far
+        dcp = comm.split(limits.dcp_size)
         options = {} if allocate is None else {"allocate": allocate}
         with (
             torch.inference_mode(),
             ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader,
         ):
-            self.model = V41Model(reader, comm)
+            self.model = V41Model(reader, comm, dcp)
             self.drafts = DraftModel(reader, comm, self.model.vocabulary) if with_drafts else None
             # Only rank 0 encodes images: the others receive the rows, so that all continue from the same bits.
             self.vision = VisionTower(config.vision, reader) if config.vision and comm.rank == 0 else None
-        self.cache = KVCache(config, num_slots=limits.max_num_seqs, max_model_len=limits.max_model_len)
+        self.tables = BlockTables(
+            num_slots=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            dcp_rank=dcp.rank,
+            dcp_size=dcp.size,
+        )
+        self.cache = PagedCache(
+            CacheFormats(config, limits.block_size, with_drafts=with_drafts),
+            num_slots=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            num_window_blocks=limits.num_window_blocks,
+            dcp_size=dcp.size,
+        )
         self.builder = BatchBuilder(
             config,
             engram_geometry(config),
+            self.tables,
             pad_compressed_id=pad_compressed_id,
-            max_model_len=limits.max_model_len,
+            decoder_replay=limits.decoder_replay,
         )
 
     def lead(
-        self, segments: Sequence[Segment], logit_rows: Sequence[int], image_rows: Tensor | None = None
+        self,
+        segments: Sequence[Segment],
+        logit_rows: Sequence[int],
+        image_rows: Tensor | None = None,
+        updates: Sequence[TableUpdate] = (),
     ) -> Tensor:
-        """Rank 0: run one step everywhere. Returns logits float32 [R, V] of `logit_rows`."""
+        """Rank 0: run one step everywhere, after `updates` of the block tables. Logits float32 [R, V] of
+        `logit_rows`."""
         count = 0 if image_rows is None else len(image_rows)
         if self.comm.size > 1:
-            message = messages.StepMessage(tuple(_to_message(s) for s in segments), tuple(logit_rows), count)
+            parts = tuple(_to_message(s) for s in segments)
+            message = messages.StepMessage(tuple(updates), parts, tuple(logit_rows), count)
             self.comm.broadcast_bytes(messages.encode(message))
             if image_rows is not None:
                 self.comm.broadcast(image_rows.contiguous())
-        return self._run(segments, logit_rows, image_rows)
+        return self._run(segments, logit_rows, image_rows, updates)
+
+    def propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:
+        """Rank 0: draft a block for each request, on every rank alike."""
+        if self.comm.size > 1:
+            self.comm.broadcast_bytes(messages.encode(messages.DraftMessage(tuple(requests))))
+        return self._propose(requests)
 
     def follow(self) -> bool:
-        """Other ranks: wait for one step of rank 0 and run it. False when the group stops."""
+        """Other ranks: wait for one piece of work of rank 0 and do it. False when the group stops."""
         message = messages.lockstep_decoder.decode(self.comm.broadcast_bytes(None))
         if isinstance(message, messages.StopMessage):
             return False
+        if isinstance(message, messages.DraftMessage):
+            self._propose(message.requests)
+            return True
         image_rows = None
         if message.num_image_rows:
             image_rows = torch.empty(message.num_image_rows, self.config.hidden_size, dtype=torch.bfloat16)
             self.comm.broadcast(image_rows)
-        self._run([_from_message(s) for s in message.segments], message.logit_rows, image_rows)
+        segments = [_from_message(s) for s in message.segments]
+        self._run(segments, message.logit_rows, image_rows, message.updates)
         return True
 
     def stop(self) -> None:
@@ -120,15 +148,40 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(
-        self, segments: Sequence[Segment], logit_rows: Sequence[int], image_rows: Tensor | None
+        self,
+        segments: Sequence[Segment],
+        logit_rows: Sequence[int],
+        image_rows: Tensor | None,
+        updates: Sequence[TableUpdate],
     ) -> Tensor:
+        for update in updates:
+            self.tables.apply(update)
         batch = self.builder.build(segments, image_rows)
         output = self.model.forward(batch, self.cache)
+        self.num_passes += 1
         if self.drafts is not None:
-            self.drafts.commit(output.taps, batch, self.cache)
+            self.drafts.commit(output.taps, output.batch, self.cache)
         if not logit_rows:
             return torch.empty(0, self.config.vocab_size)
-        return self.model.logits(output.hidden[list(logit_rows)])
+        rows = torch.tensor(logit_rows)
+        if batch.tail is not None:
+            rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
+        return self.model.logits(output.hidden[rows])
+
+    @torch.inference_mode()
+    def _propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:
+        if self.drafts is None:
+            raise EngineError("this engine was started without drafts")
+        anchors = [Anchor(r.slot, r.position, r.token_id, r.window_from) for r in requests]
+        return self.drafts.propose(anchors, self.tables, self.cache, choose=partial(_choose_drafts, requests))
+
+
+def _choose_drafts(requests: Sequence[messages.DraftRequest], place: int, logits: Tensor) -> Tensor:
+    """Draft token int64 [B] of block place `place` from logits float32 [B, V]."""
+    rows = zip(requests, logits.numpy(), strict=True)
+    return torch.tensor(
+        [draft_choice(row, r.temperature, coins=Coins(r.seed), place=r.place, index=place) for r, row in rows]
+    )
 
 
 def _to_message(segment: Segment) -> messages.SegmentMessage:
@@ -139,6 +192,9 @@ def _to_message(segment: Segment) -> messages.SegmentMessage:
         segment.compressed_ids.astype("<i8").tobytes(),
         segment.compressed_history.astype("<i8").tobytes(),
         segment.image_mask.astype(np.uint8).tobytes(),
+        segment.window_from,
+        segment.num_replayed,
+        segment.in_full,
     )
 
 
@@ -150,7 +206,10 @@ def _from_message(message: messages.SegmentMessage) -> Segment:
         np.frombuffer(message.compressed_ids, "<i8").astype(np.int64),
         np.frombuffer(message.compressed_history, "<i8").astype(np.int64),
         np.frombuffer(message.image_mask, np.uint8).astype(bool),
+        message.window_from,
+        message.num_replayed,
+        message.in_full,
     )
 
 
-__all__ = ["ModelRunner", "RunnerLimits"]
+__all__ = ["ModelRunner"]

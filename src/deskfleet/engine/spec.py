@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from deskfleet.engine.limits import PrefixReplay, RunnerLimits
+
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All a rank needs to know; the whole content of its rank.json."""
@@ -14,9 +16,11 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: str
     control_socket: str
     rendezvous: str
-    max_model_len: int
-    max_num_seqs: int
+    limits: RunnerLimits
     max_num_batched_tokens: int
+    speculation: str
+    prefix_cache: bool
+    prefix_replay: PrefixReplay
     num_threads: int
     parent_pid: int
 

@@ -47,7 +47,6 @@ class _Gateway:
 
 _GATEWAY: web.AppKey[_Gateway] = web.AppKey("gateway", _Gateway)
 _REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-_UNENFORCED: web.RequestKey[str] = web.RequestKey("unenforced", str)
 
 
 def create_app(engine: TokenEngine, settings: GatewaySettings) -> web.Application:
@@ -124,7 +123,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         prepared = await asyncio.to_thread(gateway.protocol.prepare, body, request[_REQUEST_ID])
         gateway.metrics.count_prompt(prepared.num_prompt_tokens)
-        request[_UNENFORCED] = ", ".join(prepared.unenforced)
         parser = gateway.protocol.parser(prepared)
         async with generating(gateway.engine, prepared.generate) as tokens:
             if prepared.stream:
@@ -186,8 +184,6 @@ def _json(data: object, *, status: int = 200) -> web.Response:
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["x-request-id"] = request[_REQUEST_ID]
-    if request.get(_UNENFORCED):
-        response.headers["x-deskfleet-unenforced"] = request[_UNENFORCED]
 
 
 @web.middleware

@@ -12,6 +12,7 @@ import msgspec
 from deepseek_recipe import DeepseekV41Encoding, SpecialToken, SpecialTokens, Tokenizer
 
 from deskfleet.errors import CheckpointError
+from deskfleet.gateway.answer_form import Marker
 from deskfleet.model.config import ModelConfig
 
 
@@ -49,6 +50,9 @@ _NEVER_TEXT = (
 needs, and the tags of boxes, points and polygons, which are part of an answer."""
 
 
+_MARKER = SpecialToken.Dsml.default_str()
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     """The tokenizer, the encoding that uses it, and the ids that must never be shown as text.
@@ -62,6 +66,7 @@ class ChatFormat:
     special_tokens: SpecialTokens
     encoding: DeepseekV41Encoding
     hidden_token_ids: frozenset[int]
+    marker: Marker
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> ChatFormat:
@@ -90,6 +95,7 @@ class ChatFormat:
             special_tokens=special_tokens,
             encoding=DeepseekV41Encoding().with_special_tokens(special_tokens).with_tokenizer(tokenizer),
             hidden_token_ids=frozenset(hidden | {config.pad_token_id, config.image_token_id}),
+            marker=Marker(ids[_MARKER], _MARKER),
         )
 
 

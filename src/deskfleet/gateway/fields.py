@@ -7,7 +7,7 @@ is the field as the client spelled it.
 * **Honoured:** the fields of `ChatFields`. Where a client gives temperature, top_p, top_k, min_p or seed, its
   value is used as it is; the library would force temperature 1 in thinking mode, lift top_p to 0.95 there and
   drop it elsewhere.
-* **Refused:** the fields of `UNSUPPORTED`, unless their value asks for nothing (`n: 1`, `logit_bias: {}`).
+* **Refused:** the fields of `UNSUPPORTED`, unless their value asks for nothing (`n: 1`, `bad_words: []`).
 * **Ignored:** `user`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and every field
   nobody here has heard of, because front-ends send all kinds of extras to every server that speaks this
   protocol. A name that is nearly a known one (`temprature`) is a mistake and refused with the nearest name.
@@ -15,7 +15,9 @@ is the field as the client spelled it.
 Thinking may be asked for in four ways, which must not contradict each other: `thinking: {type: enabled |
 disabled | adaptive}`, `enable_thinking`, `chat_template_kwargs: {thinking | enable_thinking}`, and
 `reasoning_effort`, where `none` means off and any other tier means on unless a switch says off. Without any
-of them the server's default holds. `EFFORT_TIERS` says what each effort means.
+of them the server's default holds. `EFFORT_TIERS` says what each effort means. How many tokens a thought may have is
+said by any of `thinking_budget`, `thinking_token_budget`, `thinking: {budget_tokens}` and `chat_template_kwargs:
+{thinking_budget}`, which must agree.
 """
 
 from __future__ import annotations
@@ -46,11 +48,7 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
     "n": (1, "one choice per request"),
     "best_of": (1, "one choice per request"),
     "use_beam_search": (False, "sampling only"),
-    "frequency_penalty": (0, "penalties are not supported"),
-    "presence_penalty": (0, "penalties are not supported"),
-    "repetition_penalty": (1, "penalties are not supported"),
-    "length_penalty": (1, "penalties are not supported"),
-    "logit_bias": ({}, "logit bias is not supported"),
+    "length_penalty": (1, "there is no beam search to weigh"),
     "bad_words": ([], "bad_words is not supported"),
     "min_tokens": (0, "min_tokens is not supported"),
     "parallel_tool_calls": (True, "the model decides how many calls it makes"),
@@ -63,13 +61,11 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
     "verbosity": ("medium", "verbosity is not supported"),
     "store": (False, "nothing is stored here"),
     "reasoning": ({}, "send reasoning_effort instead"),
-    "thinking_budget": (None, "thinking budgets are not supported; send reasoning_effort"),
-    "thinking_token_budget": (None, "thinking budgets are not supported; send reasoning_effort"),
-    "guided_json": (None, "outputs cannot be constrained yet"),
-    "guided_regex": (None, "outputs cannot be constrained yet"),
-    "guided_choice": (None, "outputs cannot be constrained yet"),
-    "guided_grammar": (None, "outputs cannot be constrained yet"),
-    "structured_outputs": (None, "outputs cannot be constrained yet"),
+    "guided_json": (None, "send response_format instead"),
+    "guided_regex": (None, "send response_format instead"),
+    "guided_choice": (None, "send response_format instead"),
+    "guided_grammar": (None, "send response_format instead"),
+    "structured_outputs": (None, "send response_format instead"),
     "prompt_logprobs": (0, "prompt log probabilities are not supported"),
     "echo": (False, "the prompt is not repeated"),
     "include_stop_str_in_output": (False, "stop strings are never part of the answer"),
@@ -94,6 +90,10 @@ _IGNORED = (
 Unit = Annotated[float, Meta(ge=0, le=1)]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+ThinkingBudget = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 
 
@@ -104,12 +104,14 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: ThinkingBudget | None = None
 
 
 class TemplateFields(Struct, frozen=True, forbid_unknown_fields=True):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | int | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
 class ChatFields(Struct, frozen=True, kw_only=True):
@@ -128,9 +130,13 @@ class ChatFields(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Unit | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -138,13 +144,15 @@ class ChatFields(Struct, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     chat_template_kwargs: TemplateFields | None = None
     reasoning_effort: str | int | None = None
+    thinking_budget: ThinkingBudget | None = None
+    thinking_token_budget: ThinkingBudget | None = None
 
 
 _VALUES = {
     "].role": "system, developer, user, assistant, tool, latest_reminder",
     "].type": "text and image_url in user, system and tool messages, text in assistant messages",
     "thinking.type": "enabled, disabled, adaptive",
-    "response_format.type": "text, json_object, json_schema",
+    "response_format.type": "text, json_object, json_schema, regex",
     "].image_url.detail": "auto, low, high, original",
 }
 """How a choice's path ends -> its values, which msgspec does not list."""
@@ -166,7 +174,7 @@ def parse_fields(body: bytes) -> ChatFields:
         raise RequestError("the body is not a JSON object")
     _refuse_unsupported(raw)
     try:
-        fields = msgspec.convert(raw, ChatFields)
+        fields = msgspec.convert(raw, ChatFields, str_keys=True)  # the keys of logit_bias are token ids
     except msgspec.ValidationError as error:
         raise _name_field(error) from error
     _check_together(fields)
@@ -188,8 +196,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 def _name_field(error: msgspec.ValidationError) -> RequestError:
     """Turn msgspec's "Expected ... - at `$.messages[0].role`" into an error that names messages[0].role."""
-    reason, _, location = str(error).partition(" - at `$")
-    param = location.rstrip("`").lstrip(".")
+    # A key of logit_bias is "at `key` in `$.logit_bias`", a value of it "at `$.logit_bias[...]`".
+    reason, _, location = str(error).replace("`key` in ", "").partition(" - at `$")
+    param = location.rstrip("`").lstrip(".").removesuffix("[...]")
     if missing := re.search(r"missing required field `(\w+)`", reason):
         param = f"{param}.{missing[1]}" if param else missing[1]
         reason = "this field is required"
@@ -219,33 +228,26 @@ def _check_together(fields: ChatFields) -> None:
         )
     if fields.tool_choice not in (None, "auto", "none") and not fields.tools:
         raise RequestError("tool_choice asks for a call but tools is empty", param="tool_choice")
-    _refuse_strict_answer(fields)
-
-
-def _refuse_strict_answer(fields: ChatFields) -> None:
-    """A strict schema for the whole answer is a promise, and nothing constrains what the model writes yet."""
-    schema = getattr(fields.response_format, "json_schema", None)
-    if schema is not None and schema.strict:
-        raise RequestError(
-            "response_format.json_schema.strict: this server cannot enforce a schema yet",
-            param="response_format.json_schema.strict",
-            hint="leave strict out; the schema is still shown to the model",
-        )
-
-
-def unenforced_wishes(fields: ChatFields) -> tuple[str, ...]:
-    """What was asked for and is only shown to the model: strict tool schemas.
-
-    Agent frameworks send `strict: true` with every tool, so refusing it would lock them out; the answer says
-    in a header what was not enforced.
-    """
-    strict = any(tool.function.strict for tool in fields.tools or [])
-    return ("tools.strict",) if strict else ()
 
 
 def requested_max_tokens(fields: ChatFields) -> int | None:
     """Return the client's limit, under either of its names."""
     return fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+
+
+def requested_thinking_budget(fields: ChatFields) -> int | None:
+    """Return the client's limit in tokens, under any of its names. Raises RequestError when two differ."""
+    budgets = {
+        "thinking_budget": fields.thinking_budget,
+        "thinking_token_budget": fields.thinking_token_budget,
+        "thinking.budget_tokens": fields.thinking.budget_tokens if fields.thinking else None,
+        "chat_template_kwargs.thinking_budget": (
+            fields.chat_template_kwargs or TemplateFields()
+        ).thinking_budget,
+    }
+    asked = {name: budget for name, budget in budgets.items() if budget is not None}
+    _refuse_contradiction(asked)
+    return next(iter(asked.values()), None)
 
 
 def resolve_thinking(fields: ChatFields, *, default: bool) -> tuple[bool, str | None]:
@@ -308,6 +310,6 @@ __all__ = [
     "ChatFields",
     "parse_fields",
     "requested_max_tokens",
+    "requested_thinking_budget",
     "resolve_thinking",
-    "unenforced_wishes",
 ]

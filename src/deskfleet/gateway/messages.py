@@ -11,7 +11,7 @@ What happens to fields the library has no use for:
 * `function_call` and `audio` on an assistant message would vanish from the prompt: refused.
 * `name` and `refusal` on messages, and fields nobody here has heard of, are ignored. `name` is what many
   frameworks send on tool results, where `tool_call_id` already says everything.
-* `strict: true` on a function is shown to the model, not enforced; a response header says so.
+* `strict` on a function is not shown to the model; `answer_form` enforces it.
 """
 
 from __future__ import annotations
@@ -117,16 +117,22 @@ class TextFormat(Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON; asked for in the prompt, not enforced."""
+    """Any JSON object."""
 
 
 class JsonSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
-    """JSON of one schema; asked for in the prompt, not enforced, so `strict: true` is refused."""
+    """JSON of one schema."""
 
     json_schema: JsonSchema
 
 
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+class RegexFormat(Struct, frozen=True, tag_field="type", tag="regex"):
+    """Text that a regular expression matches as a whole; nothing of it is shown to the model."""
+
+    regex: str
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +222,10 @@ def ticket_number(data_url: str | None) -> int:
 __all__ = [
     "AssistantMessage",
     "ImageReference",
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
     "Message",
+    "RegexFormat",
     "ResponseFormat",
     "Tool",
     "ToolChoice",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Literal
 
 from aiohttp import web
@@ -21,19 +22,6 @@ from deskfleet.errors import RequestError
 
 Outcome = Literal["ok", "refused", "cancelled", "failed"]
 """`refused` is a 4xx, `cancelled` a client that went away, `failed` a 5xx or an error inside a stream."""
-
-_ENGINE_COUNTERS = {
-    "num_steps": "Steps the engine has run",
-    "num_finished": "Requests the engine has finished",
-    "num_cancelled": "Requests cancelled in the engine before their end",
-    "num_prompt_tokens": "Prompt tokens the engine has computed",
-    "num_generated_tokens": "Tokens the engine has generated",
-}
-_ENGINE_GAUGES = {
-    "num_running": "Requests in the engine's running batch",
-    "num_waiting": "Requests waiting to join it",
-}
-
 
 class _EngineCollector(Collector):
     """Shows the stats of the latest scrape; nothing but `deskfleet_engine_up 0` while the engine is dead."""
@@ -48,13 +36,11 @@ class _EngineCollector(Collector):
         )
         if stats is None:
             return
-        for name, text in _ENGINE_COUNTERS.items():
-            metric = f"deskfleet_engine_{name.removeprefix('num_')}"
-            yield CounterMetricFamily(metric, text, getattr(stats, name))
-        for name, text in _ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(
-                f"deskfleet_engine_{name.removeprefix('num_')}", text, getattr(stats, name)
-            )
+        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        for each in fields(stats):
+            family = families[each.metadata["kind"]]
+            name = f"deskfleet_engine_{each.name.removeprefix('num_')}"
+            yield family(name, each.metadata["help"], getattr(stats, each.name))
 
 
 class GatewayMetrics:

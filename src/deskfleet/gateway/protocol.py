@@ -38,14 +38,15 @@ from deepseek_recipe import (
 
 from deskfleet.endpoint import GenerateRequest, ImageInput, SamplingParams, TokenChunk
 from deskfleet.errors import EngineError, PromptTooLong, RequestError
+from deskfleet.gateway.answer_form import answer_constraint
 from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.gateway.failures import UnknownModel
 from deskfleet.gateway.fields import (
     ChatFields,
     parse_fields,
     requested_max_tokens,
+    requested_thinking_budget,
     resolve_thinking,
-    unenforced_wishes,
 )
 from deskfleet.gateway.images import RequestImage, read_images
 from deskfleet.gateway.messages import ticket_number, to_recipe_messages
@@ -63,7 +64,6 @@ class PreparedChat:
     conversion: ConversationRequest
     num_prompt_tokens: int
     stream: bool
-    unenforced: tuple[str, ...]
 
 
 class ChatProtocol:
@@ -101,9 +101,7 @@ class ChatProtocol:
             sampling=self._sampling(fields, conversion, num_prompt_tokens),
             images=tuple(ImageInput(image.data) for image in ordered),
         )
-        return PreparedChat(
-            request, conversion, num_prompt_tokens, bool(fields.stream), unenforced_wishes(fields)
-        )
+        return PreparedChat(request, conversion, num_prompt_tokens, bool(fields.stream))
 
     def parser(self, prepared: PreparedChat) -> AnswerParser:
         """Return the parser of this request's answer."""
@@ -129,7 +127,7 @@ class ChatProtocol:
         try:
             return ChatCompletionRequest(body).convert(self._options)
         except (ConversionError, ValueError) as error:
-            raise _name_conversion_error(error) from error
+            raise _name_conversion_error(error, fields) from error
 
     def _encode(
         self, conversion: ConversationRequest, images: list[RequestImage]
@@ -155,11 +153,12 @@ class ChatProtocol:
         resolved = conversion.inference_options
         stop_token_ids = tuple(fields.stop_token_ids or ())
         vocab_size = self._format.config.vocab_size
-        if unknown := [token_id for token_id in stop_token_ids if token_id >= vocab_size]:
-            raise RequestError(
-                f"stop_token_ids: {unknown[0]} is not in the vocabulary of {vocab_size}",
-                param="stop_token_ids",
-            )
+        logit_bias = fields.logit_bias or {}
+        for name, token_ids in (("stop_token_ids", stop_token_ids), ("logit_bias", logit_bias)):
+            if unknown := [token_id for token_id in token_ids if token_id >= vocab_size]:
+                raise RequestError(
+                    f"{name}: {unknown[0]} is not in the vocabulary of {vocab_size}", param=name
+                )
         return SamplingParams(
             temperature=_first(fields.temperature, resolved.temperature, 1.0),
             top_p=_first(fields.top_p, resolved.top_p, 1.0),
@@ -170,6 +169,12 @@ class ChatProtocol:
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(fields.ignore_eos),
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            repetition_penalty=_first(fields.repetition_penalty, 1.0),
+            presence_penalty=_first(fields.presence_penalty, 0.0),
+            frequency_penalty=_first(fields.frequency_penalty, 0.0),
+            logit_bias=tuple(logit_bias.items()),
+            thinking_budget=requested_thinking_budget(fields),
+            constraint=answer_constraint(fields, resolved.output_constraint, self._format.marker),
         )
 
     def _max_tokens(self, fields: ChatFields, conversion: ConversationRequest, num_prompt_tokens: int) -> int:
@@ -298,18 +303,26 @@ _FIELDS_IN_ERROR = {
     "response_format": "response_format",
     "tool name": "tools",
     "schema for function": "tools",
+    "parameters schema": "tools",
+    "strict tool": "tools",
+    "json schema": "response_format",
 }
 """What a message of the library mentions -> the field it is about; otherwise it is about the messages."""
 
+_STRICT_SCHEMA_ERRORS = ("required properties", "additionalproperties", "object with no properties")
+"""What the library mentions when a strict schema, of a tool or of the answer, is not what strict means."""
 
-def _name_conversion_error(error: ConversionError | ValueError) -> RequestError:
+
+def _name_conversion_error(error: ConversionError | ValueError, fields: ChatFields) -> RequestError:
     """Return the library's refusal with the field it is about, which its own `param` never says."""
     message = str(error)
     if path := _PATH_IN_ERROR.search(message):
         return RequestError(message.removeprefix("."), param=path[1] or path[2])
     lowered = message.lower()
-    param = next((param for text, param in _FIELDS_IN_ERROR.items() if text in lowered), "messages")
-    return RequestError(message, param=param)
+    strict = "tools" if any(tool.function.strict for tool in fields.tools or ()) else "response_format"
+    known = _FIELDS_IN_ERROR | dict.fromkeys(_STRICT_SCHEMA_ERRORS, strict)
+    param = next((param for text, param in known.items() if text in lowered), "messages")
+    return RequestError(message if param in message else f"{param}: {message}", param=param)
 
 
 __all__ = ["AnswerParser", "ChatProtocol", "PreparedChat", "WholeAnswer"]

@@ -20,6 +20,7 @@ class LayerPlan:
     `kv_source` is the layer whose compressed cache and index keys this one reads, `index_source` the layer
     whose picks it uses; both are this layer's own index when it is a source and None when `compress_ratio`
     is 0. `uses_candidates` marks a layer that ranks only positions the candidate source let through.
+    `starts_decoder` marks the last KV source: what later tokens look up is complete once it has written (spec §3.1).
     `is_tap` marks a layer whose input stream feeds the drafts. `uses_yarn` selects the rotary table.
     `index` counts draft stages on from the backbone; `prefix` is the tensor name prefix without the dot.
     """
@@ -31,6 +32,7 @@ class LayerPlan:
     kv_source: int | None
     index_source: int | None
     is_kv_source: bool
+    starts_decoder: bool
     is_index_source: bool
     is_candidate_source: bool
     uses_candidates: bool
@@ -63,6 +65,7 @@ def plan_draft_layers(config: ModelConfig) -> tuple[LayerPlan, ...]:
             kv_source=None,
             index_source=None,
             is_kv_source=False,
+            starts_decoder=False,
             is_index_source=False,
             is_candidate_source=False,
             uses_candidates=False,
@@ -92,6 +95,7 @@ def _plan_layer(config: ModelConfig, layer: int) -> LayerPlan:
         kv_source=kv_source,
         index_source=index_source,
         is_kv_source=layer in config.kv_source_layer_ids,
+        starts_decoder=layer == max(config.kv_source_layer_ids, default=None),
         is_index_source=is_index_source,
         is_candidate_source=layer == candidate_source,
         # Any later index source shares the candidate source's cache; `contradictions` refuses the rest.

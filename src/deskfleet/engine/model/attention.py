@@ -50,10 +50,10 @@ class Attention:
         query = ops.quantized_linear(low_rank, self.wq_b).unflatten(-1, (-1, self.config.head_dim))
         return ops.apply_rope(query, *rope), low_rank
 
-    def window_rows(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys/values bf16 [T, D] of x: normalised, rotated, then fake-quantised over all D dims."""
+    def window_records(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys/values of bf16 [T, M] as window records [T, bytes]: normalised, rotated, quantised over all D dims."""
         latent = ops.rms_norm(ops.quantized_linear(x, self.wkv), self.kv_norm, self.config.rms_norm_eps)
-        return ops.fake_quant_fp8(ops.apply_rope(latent, *rope))
+        return ops.WINDOW.pack(ops.apply_rope(latent, *rope))
 
     def core(
         self, query: Tensor, sources: Sequence[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor]
@@ -69,26 +69,30 @@ class Attention:
         return total.to(torch.bfloat16), attended
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """Backbone attention of bf16 [T, M]; fills this layer's caches and picks on the way."""
-        prefix, layer, batch, cache = self.layer.prefix, self.layer, step.batch, step.cache
-        rope = step.rope[layer.uses_yarn]
-        query, low_rank = self.queries(x, rope)
-        rows = self.window_rows(x, rope)
-        ring = cache.windows[layer.index].flatten(0, 1)
-        window = batch.window
-        # Earlier rows still need ring slots that this step's last rows will take, so attend before writing.
-        sources = [(torch.cat((ring[window.previous], rows)), window.index)]
+        """Backbone attention of bf16 [T, M]; fills this layer's caches and picks on the way.
+
+        All rows leave what later tokens look up; in the first decoder layer only those of `step.tail` go on.
+        """
+        prefix, layer, window = self.layer.prefix, self.layer, step.batch.window
+        records = self.window_records(x, step.rope[layer.uses_yarn])
+        rows, index = ops.WINDOW.unpack(records), window.index
+        pages = step.cache.windows[layer.index]
+        # This step's last rows may take the pages of rows that its first ones still see: read before writing.
+        seen = torch.cat((ops.WINDOW.unpack(pages[window.previous]), rows))
+        pages[window.write_pages] = records[window.write_rows]
         if self.compressor is not None:
             self.compressor(x, step)
+        if layer.starts_decoder and step.tail is not None and step.batch.tail is not None:
+            kept = step.batch.tail.rows
+            x, index, step = x[kept], index[kept], step.tail
+        rope = step.rope[layer.uses_yarn]
+        query, low_rank = self.queries(x, rope)
+        sources = [(seen, index)]
         if self.indexer is not None:
             step.picks[layer.index] = self.indexer(x, low_rank, step)
         if layer.kv_source is not None and layer.index_source is not None:
-            entries = cache.entries[layer.kv_source]
-            picks = step.picks[layer.index_source]
-            flat = torch.where(picks < 0, -1, picks + batch.slots[:, None] * entries.shape[1])
-            sources.append((entries.flatten(0, 1), flat))
+            sources.append(step.picked_entries(layer.kv_source, layer.index_source))
         output, attended = self.core(query, sources, rope)
-        ring[window.write_ring] = rows[window.write_rows]
         step.record(f"{prefix}.qr", low_rank)
         step.record(f"{prefix}.q_rot", query)
         step.record(f"{prefix}.window_rows", rows)

@@ -64,11 +64,17 @@ class Block:
         attend: Callable[[Tensor], Tensor],
         image_mask: Tensor | None,
         record: Callable[[str, Tensor], None],
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """stream bf16 [T, C, M] and the previous sub-layer's pre [T, C] -> the same after this block."""
+        """stream bf16 [T, C, M] and the previous sub-layer's pre [T, C] -> the same after this block.
+
+        With `kept` int64 [T'], `attend` returns those rows alone, and only they go on.
+        """
         prefix, eps = self.layer.prefix, self.config.rms_norm_eps
-        attn_pre, attn_post, attn_comb = self.hc_attn(stream)
         attn_in = ops.rms_norm(ops.hc_collapse(stream, pre), self.attn_norm, eps)
+        if kept is not None:
+            stream = stream[kept]
+        attn_pre, attn_post, attn_comb = self.hc_attn(stream)
         stream = ops.hc_expand(attend(attn_in), stream, attn_post, attn_comb)
         ffn_pre, ffn_post, ffn_comb = self.hc_ffn(stream)
         # The attention's pre mix, on the stream that attention has updated: pre mixes lag one sub-layer.
@@ -83,10 +89,16 @@ class Block:
         return stream, ffn_pre
 
     def __call__(self, stream: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Run a backbone layer."""
+        """Run a backbone layer. The first decoder layer leaves the rows of `step.tail`, when there is one."""
         step.record(f"{self.layer.prefix}.h_in", stream)
+        tail = step.tail if self.layer.starts_decoder else None
         return self.forward(
-            stream, pre, lambda x: self.attention(x, step), step.batch.image_mask, step.record
+            stream,
+            pre,
+            lambda x: self.attention(x, step),
+            (tail or step).batch.image_mask,
+            step.record,
+            None if tail is None or step.batch.tail is None else step.batch.tail.rows,
         )
 
 

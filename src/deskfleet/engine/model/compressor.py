@@ -39,9 +39,9 @@ class Compressor:
         rope = self.rope.rows(index.entry_positions)
         source = self.layer.index
         keys = self.index_keys(latent, rope)
-        step.cache.index_keys[source].flatten(0, 1)[index.entry_rows] = keys
-        entries = ops.fake_quant_fp4_e4m3(ops.apply_rope(latent, *rope))
-        step.cache.entries[source].flatten(0, 1)[index.entry_rows] = entries
+        entries = ops.ENTRY.pack(ops.apply_rope(latent, *rope))
+        step.cache.index_keys[source][index.entry_pages] = keys[index.own]
+        step.cache.entries[source][index.entry_pages] = entries[index.own]
         step.record(f"{self.layer.prefix}.latent", latent)
         step.record(f"{self.layer.prefix}.index_k", keys)
         step.record(f"{self.layer.prefix}.entries", entries)
@@ -49,24 +49,23 @@ class Compressor:
     def latents(self, x: Tensor, step: Step) -> Tensor:
         """Latents bf16 [N, D] of the groups completed by this step; updates the open-group state."""
         eps = self.config.rms_norm_eps
-        if self.wgate is None:
-            return ops.rms_norm(ops.linear(x, self.wkv), self.norm, eps)
         index, source = step.batch.compression[self.ratio], self.layer.index
+        if self.wgate is None:  # every row is a group; those replayed have their entry already
+            return ops.rms_norm(ops.linear(x[index.members[:, 0]], self.wkv), self.norm, eps)
         pooled_inputs = []
         for weight, state in (
             (self.wkv, step.cache.open_values[source]),
             (self.wgate, step.cache.open_gates[source]),
         ):
             rows = ops.linear_partial(x, weight).to(torch.float32)
-            flat = state.flatten(0, 1)
-            pooled_inputs.append(torch.cat((flat[index.open_rows], rows))[index.members])
-            flat[index.open_write_state] = rows[index.open_write_rows]
+            pooled_inputs.append(torch.cat((state[index.open_rows], rows))[index.members])
+            state[index.open_write_state] = rows[index.open_write_rows]
         return ops.rms_norm(ops.compress_pairs(*pooled_inputs), self.norm, eps)
 
     def index_keys(self, latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Index keys bf16 [N, Dᵢ] of unrotated latents: the key comes from the latent before its rotation."""
+        """Index key records [N, bytes] of unrotated latents: the key comes from the latent before its rotation."""
         key = ops.rms_norm(ops.linear(latent, self.wk), self.k_norm, self.config.rms_norm_eps)
-        return ops.fake_quant_fp4_e8m0(ops.apply_rope(key, *rope))
+        return ops.INDEX_KEY.pack(ops.apply_rope(key, *rope))
 
 
 def yarn_table(config: ModelConfig) -> RopeTable:

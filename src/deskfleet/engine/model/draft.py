@@ -1,30 +1,42 @@
 """The DSpark drafter (spec §8): three window-only blocks over the backbone's taps, a Markov bias, a confidence.
 
-Owns the draft rings (through the cache, by slot) and the chain of draft tokens. Verification is not here:
+Owns the draft windows (through the cache, by slot) and the chain of draft tokens. Verification is not here:
 a proposal can only ever be accepted or refused by the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deskfleet.engine import ops
 from deskfleet.engine.batch import Batch
-from deskfleet.engine.cache import KVCache
+from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.attention import Attention
 from deskfleet.engine.model.block import Block
 from deskfleet.engine.model.step import Recorder
 from deskfleet.engine.model.v41 import VocabularyShard, enter
 from deskfleet.engine.ops.rope import RopeTable
+from deskfleet.engine.tables import BlockTables
 from deskfleet.engine.weights import ShardReader
 
-Choose = Callable[[Tensor], Tensor]
+Choose = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The newest token of one request: sampled, at `position`, not yet run. No window rows before `window_from`."""
+
+    slot: int
+    position: int
+    token_id: int
+    window_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +52,16 @@ class Proposal:
 class DraftStep:
     """What the stages of one proposal share: B blocks of n rows.
 
-    context int64 [B·n, W] flat ring rows before the block; own_block int64 [B·n, n] rows of the same block. Every row
-    sees all of both: the block is bidirectional and nothing slides inside it.
+    pages int64 [R] page rows before the blocks; context int64 [B·n, W] of them for each row, -1 absent; own_block int64
+    [B·n, n] rows of the same block. Every row sees all of both: the block is bidirectional and nothing slides inside
+    it.
     """
 
     rope: tuple[Tensor, Tensor]
+    pages: Tensor
     context: Tensor
     own_block: Tensor
-    cache: KVCache
+    cache: PagedCache
     record: Recorder
 
     def run(self, block: Block, stream: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,9 +71,10 @@ class DraftStep:
 
     def _attend(self, attention: Attention, x: Tensor) -> Tensor:
         query, low_rank = attention.queries(x, self.rope)
-        rows = attention.window_rows(x, self.rope)  # temporary: a draft's keys never enter the ring
-        ring = self.cache.windows[attention.layer.index].flatten(0, 1)
-        output, attended = attention.core(query, [(ring, self.context), (rows, self.own_block)], self.rope)
+        rows = ops.WINDOW.unpack(attention.window_records(x, self.rope))  # temporary: no page is theirs
+        committed = ops.WINDOW.unpack(self.cache.windows[attention.layer.index][self.pages])
+        sources = [(committed, self.context), (rows, self.own_block)]
+        output, attended = attention.core(query, sources, self.rope)
         prefix = attention.layer.prefix
         self.record(f"{prefix}.qr", low_rank)
         self.record(f"{prefix}.q_rot", query)
@@ -69,8 +84,8 @@ class DraftStep:
         return output
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The greedy choice: float32 [B, V] -> int64 [B], ties to the lower id."""
+def argmax(place: int, logits: Tensor) -> Tensor:
+    """The greedy choice at any place: float32 [B, V] -> int64 [B], ties to the lower id."""
     return logits.argmax(-1)
 
 
@@ -91,9 +106,13 @@ class DraftModel:
         self.confidence = reader.wide(f"{last}.confidence_head.proj.weight")
         self.rope = RopeTable.local(config.qk_rope_head_dim, config.rope_theta)
 
-    def commit(self, taps: Tensor, batch: Batch, cache: KVCache, recorder: Recorder | None = None) -> None:
-        """Write the draft rings for every committed row of `batch` (taps bf16 [T, 3·M], spec §8.3)."""
-        rows, ring = batch.window.write_rows, batch.window.write_ring
+    def commit(self, taps: Tensor, batch: Batch, cache: PagedCache, recorder: Recorder | None = None) -> None:
+        """Write the draft windows of every row of `batch` that has a page (taps bf16 [T, 3·M], spec §8.3).
+
+        Rows of drafts that are refused later lie behind the last committed position; they are written again before any
+        draft sees them.
+        """
+        rows, pages = batch.window.write_rows, batch.window.write_pages
         projected = ops.quantized_linear(taps[rows], self.main_proj)
         main = ops.rms_norm(projected, self.main_norm, self.config.rms_norm_eps)
         if recorder is not None:
@@ -101,39 +120,52 @@ class DraftModel:
             recorder("mtp.main_x", main)
         rope = self.rope.rows(batch.positions[rows])
         for block in self.blocks:
-            keys = block.attention.window_rows(main, rope)  # no attn_norm and no mixing on the context side
-            cache.windows[block.layer.index].flatten(0, 1)[ring] = keys
+            keys = block.attention.window_records(
+                main, rope
+            )  # no attn_norm and no mixing on the context side
+            cache.windows[block.layer.index][pages] = keys
 
     def propose(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        cache: KVCache,
+        anchors: Sequence[Anchor],
+        tables: BlockTables,
+        cache: PagedCache,
         *,
         choose: Choose = argmax,
         recorder: Recorder | None = None,
     ) -> Proposal:
-        """Draft a block after the sampled tokens int64 [B], whose predecessors sit at `positions` int64 [B] (§8.4)."""
+        """Draft a block after each of B anchors (§8.4); `choose` picks the token of place i from logits [B, V]."""
         length = self.config.dspark_block_size
-        ids = torch.full((len(token_ids), length), self.config.dspark_noise_token_id)
+        token_ids = torch.tensor([anchor.token_id for anchor in anchors])
+        ids = torch.full((len(anchors), length), self.config.dspark_noise_token_id)
         ids[:, 0] = token_ids
-        step = self.begin(positions, slots, cache, recorder)
+        step = self.begin(anchors, tables, cache, recorder)
         stream, pre = enter(self.vocabulary.embed(ids.flatten()), self.config.hc_mult)
         for block in self.blocks:
             stream, pre = step.run(block, stream, pre)
         return self._decode_chain(ops.hc_collapse(stream, pre).unflatten(0, (-1, length)), token_ids, choose)
 
     def begin(
-        self, positions: Tensor, slots: Tensor, cache: KVCache, recorder: Recorder | None = None
+        self,
+        anchors: Sequence[Anchor],
+        tables: BlockTables,
+        cache: PagedCache,
+        recorder: Recorder | None = None,
     ) -> DraftStep:
-        """Indices of one block per request; positions int64 [B] of the last committed tokens."""
-        length = self.config.dspark_block_size
-        row_positions = (positions[:, None] + 1 + torch.arange(length)).flatten()
+        """Indices of one block per anchor."""
+        length, size = self.config.dspark_block_size, self.config.sliding_window
+        row_positions = torch.tensor([a.position for a in anchors])[:, None] + torch.arange(length)
+        pages, context, offset = [], [], 0
+        for anchor in anchors:
+            seen = _last_positions(anchor.position, size, anchor.window_from)
+            pages.append(tables.window_rows(anchor.slot, seen[seen >= 0]))
+            context.append(np.where(seen >= 0, offset + np.cumsum(seen >= 0) - 1, -1))
+            offset += len(pages[-1])
         return DraftStep(
-            rope=self.rope.rows(row_positions),
-            context=_ring_index(positions, slots, cache.window_size).repeat_interleave(length, 0),
-            own_block=torch.arange(len(row_positions)).view(-1, length).repeat_interleave(length, 0),
+            rope=self.rope.rows(row_positions.flatten()),
+            pages=torch.from_numpy(np.concatenate(pages)),
+            context=torch.from_numpy(np.stack(context)).repeat_interleave(length, 0),
+            own_block=torch.arange(row_positions.numel()).view(-1, length).repeat_interleave(length, 0),
             cache=cache,
             record=recorder or _ignore,
         )
@@ -147,21 +179,21 @@ class DraftModel:
             biased = base[:, place] + self.markov.logits(embedded)
             joint = torch.cat((x[:, place], embedded), -1)
             confidence.append(ops.linear_partial(joint, self.confidence).to(torch.float32)[:, 0])
-            previous = choose(biased)
+            previous = choose(place, biased)
             drafts.append(previous)
             logits.append(biased)
         return Proposal(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
 
 
-def _ring_index(positions: Tensor, slots: Tensor, size: int) -> Tensor:
-    """Flat ring rows [B, W] holding positions max(0, p-W+1)..p, in slot order as the publisher lists them."""
-    places = torch.arange(size)
-    filled = places < (positions[:, None] + 1).clamp_max(size)
-    return torch.where(filled, slots[:, None] * size + places, -1)
+def _last_positions(anchor: int, size: int, window_from: int) -> np.ndarray:
+    """int64 [W]: the committed positions before `anchor` in the order of the publisher's ring (p mod W), -1 absent."""
+    last = anchor - 1
+    positions = last - (last - np.arange(size)) % size
+    return np.where(positions >= max(window_from, 0), positions, -1)
 
 
 def _ignore(name: str, tensor: Tensor) -> None:
     """The recorder of nobody."""
 
 
-__all__ = ["Choose", "DraftModel", "Proposal", "argmax"]
+__all__ = ["Anchor", "Choose", "DraftModel", "Proposal", "argmax"]

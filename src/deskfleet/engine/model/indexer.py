@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from deskfleet.engine import ops
+from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.step import Step
 from deskfleet.engine.weights import ShardReader
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layers import LayerPlan
 
+_SCORES_PER_CHUNK = 1 << 22  # rows times entries ranked at a time; bounds the transient, changes no result
+
 
 class Indexer:
-    """Ranks the visible entries of one index source. Replicated: every rank ranks with all heads."""
+    """Ranks the visible entries of one index source, with all heads on every rank."""
 
     def __init__(self, config: ModelConfig, layer: LayerPlan, reader: ShardReader) -> None:
         prefix = f"{layer.prefix}.attn.indexer"
@@ -43,32 +46,49 @@ class Indexer:
         step.record(f"{self.layer.prefix}.index_weights_raw", raw_weights)
         weights = raw_weights * self.weight_scale
         picks, candidates = [], []
-        for number, segment in enumerate(step.batch.segments):
+        for number in range(len(step.batch.segments)):
             rows = slice(step.batch.row_starts[number], step.batch.row_starts[number + 1])
-            count = int(visible[rows.stop - 1])  # the last row of a segment sees the most
-            keys = step.cache.index_keys[self.source][segment.slot, :count]
-            scores = ops.index_scores(query[rows], weights[rows], keys)
-            hidden = torch.arange(count) >= visible[rows, None]
-            scores = scores.masked_fill(hidden, -torch.inf)
-            if self.layer.is_candidate_source:
-                candidates.append(self._candidates(scores, visible[rows]))
-            if self.layer.uses_candidates and step.candidates is not None:
-                scores = scores.masked_fill(~step.candidates[number], -torch.inf)
-            step.record(f"{self.layer.prefix}.index_scores", scores)
-            chosen = ops.top_positions(scores, self.config.index_topk)
-            padding = self.config.index_topk - chosen.shape[1]
-            picks.append(torch.nn.functional.pad(chosen, (0, padding), value=-1))
+            chosen, blocks = self._rank(number, query[rows], weights[rows], visible[rows], step)
+            picks.append(chosen)
+            candidates.append(blocks)
         if self.layer.is_candidate_source:
             step.candidates = candidates
         return torch.cat(picks)
 
-    def _candidates(self, scores: Tensor, visible: Tensor) -> Tensor:
-        return ops.candidate_mask(
-            scores,
-            visible,
-            num_blocks=self.config.candidate_topk_blocks,
-            block=self.config.candidate_block_size,
-        )
+    def _rank(
+        self, number: int, query: Tensor, weights: Tensor, visible: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Picks int64 [n, L] and, at the candidate source, candidate blocks int64 [n, K] of one segment.
+
+        A few rows at a time: scores of a long prefix must not decide how much memory a step takes.
+        """
+        count = int(visible[-1])  # the last row of a segment sees the most
+        keys, numbers = step.index_keys(self.source, number, count)
+        size = max(_SCORES_PER_CHUNK // max(count, 1), 1)
+        picks, candidates, recorded = [], [], []
+        for start in range(0, len(query), size):
+            rows = slice(start, start + size)
+            scores = ops.index_scores(query[rows], weights[rows], keys)
+            scores = scores.masked_fill(numbers >= visible[rows, None], -torch.inf)
+            if self.layer.is_candidate_source:
+                candidates.append(self._candidates(scores, numbers, visible[rows], step))
+            if self.layer.uses_candidates and step.candidates is not None:
+                block = self.config.candidate_block_size
+                allowed = ops.block_mask(step.candidates[number][rows], count, block=block)
+                scores = scores.masked_fill(~allowed[:, numbers], -torch.inf)
+            picks.append(_best(scores, numbers, self.config.index_topk, step.dcp))
+            if step.recorder is not None:
+                recorded.append(scores)
+        if recorded:
+            step.record(f"{self.layer.prefix}.index_scores", torch.cat(recorded))
+        return torch.cat(picks), torch.cat(candidates) if candidates else torch.empty(0)
+
+    def _candidates(self, scores: Tensor, numbers: Tensor, visible: Tensor, step: Step) -> Tensor:
+        """Candidate blocks int64 [n, K]; a block's entries lie on one rank (limits.py sees to it)."""
+        block = self.config.candidate_block_size
+        block_numbers = numbers[::block] // block
+        block_scores = ops.candidate_scores(scores, block_numbers, visible, block=block)
+        return _best(block_scores, block_numbers, self.config.candidate_topk_blocks, step.dcp)
 
     def _takes_everything(self, visible: Tensor, step: Step) -> bool:
         """Whether no score can change the result, so that scoring may be skipped."""
@@ -79,6 +99,36 @@ class Indexer:
         if self.layer.is_candidate_source:
             return blocks <= self.config.candidate_topk_blocks
         return not (self.layer.uses_candidates and step.candidates is not None)
+
+
+def _best(scores: Tensor, numbers: Tensor, count: int, dcp: Communicator) -> Tensor:
+    """The `count` best numbers int64 [n, count] of all ranks, ascending, -1 absent; ties go to the lower number.
+
+    scores [n, m] of this rank's `numbers` int64 [m], ascending. Each rank's best hold what of it is among the best of
+    all.
+    """
+    chosen = _padded(ops.top_positions(scores, count), count)
+    absent = chosen < 0
+    if len(numbers) == 0:
+        best = chosen
+    else:
+        best = numbers[chosen.clamp_min(0)].masked_fill(absent, -1)
+    if dcp.size == 1:
+        return best
+    # Finite on the way: what is sent between ranks is checked for that in the tests, and the order stays the same.
+    limit = torch.finfo(torch.float32).max
+    own = torch.full(chosen.shape, -limit)
+    if len(numbers):
+        own = scores.to(torch.float32).clamp(-limit, limit).gather(1, chosen.clamp_min(0))
+    all_numbers, all_scores = torch.cat(dcp.all_gather(best), 1), torch.cat(dcp.all_gather(own), 1)
+    order = all_numbers.argsort(dim=1)
+    all_numbers, all_scores = all_numbers.gather(1, order), all_scores.gather(1, order)
+    merged = _padded(ops.top_positions(all_scores.masked_fill(all_numbers < 0, -torch.inf), count), count)
+    return all_numbers.gather(1, merged.clamp_min(0)).masked_fill(merged < 0, -1)
+
+
+def _padded(chosen: Tensor, count: int) -> Tensor:
+    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
 
 
 __all__ = ["Indexer"]

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from deskfleet.engine import ops
 from deskfleet.engine.batch import Batch
-from deskfleet.engine.cache import KVCache
+from deskfleet.engine.cache import PagedCache
+from deskfleet.engine.distributed import Communicator
 
 if TYPE_CHECKING:
     from deskfleet.engine.model.engram import RowRequest
@@ -26,18 +30,63 @@ class Step:
     """State of one forward pass over `batch`.
 
     picks[index source]  int64 [T, L]: chosen entries of each row, ascending, -1 absent
-    candidates           per segment a bool mask [n, N], or None when every visible entry is a candidate
+    candidates           per segment the candidate blocks int64 [n, K], or None when every visible entry is a candidate
+    dcp                  the ranks that share out compressed KV and index keys
     rope[uses_yarn]      cos and sin float32 [T, P]
+    tail                 the step of the decoder's rows, when they are fewer
     engram_requests      per Engram layer the rows asked for when the step began
     """
 
     batch: Batch
-    cache: KVCache
+    cache: PagedCache
+    dcp: Communicator
     rope: dict[bool, tuple[Tensor, Tensor]]
     engram_requests: dict[int, RowRequest] = field(default_factory=dict)
     picks: dict[int, Tensor] = field(default_factory=dict)
     candidates: list[Tensor] | None = None
     recorder: Recorder | None = None
+    tail: Step | None = None
+    _entries: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def picked_entries(self, kv_source: int, index_source: int) -> tuple[Tensor, Tensor]:
+        """Entries bf16 [R, D] of `kv_source` that `index_source` picked, each once, and the index int64 [T, L] into
+        them.
+
+        Fetched and unpacked once for all layers that share both sources. Ranks that share out the cache hand each other
+        the records: each lies on one of them, so that adding them up is exact.
+        """
+        found = self._entries.get((kv_source, index_source))
+        if found is None:
+            ratio, tables = self._ratio(kv_source), self.batch.tables
+            addresses = self.batch.entry_addresses(self.picks[index_source], ratio)
+            used, index = np.unique(addresses, return_inverse=True)
+            absent = int((used < 0).sum())  # 1 when any place is empty: -1 sorts first
+            own, pages = tables.owned(used[absent:], ratio)
+            pool = self.cache.entries[kv_source]
+            records = pool[pages]
+            if tables.dcp_size > 1:
+                records = torch.zeros(len(used) - absent, pool.shape[1], dtype=torch.uint8)
+                records[own] = pool[pages]
+                self.dcp.all_reduce(records.view(torch.int32))
+            places = torch.from_numpy(index.reshape(addresses.shape) - absent)
+            found = self._entries[kv_source, index_source] = (ops.ENTRY.unpack(records), places)
+        return found
+
+    def index_keys(self, source: int, segment: int, count: int) -> tuple[Tensor, Tensor]:
+        """Those of the first `count` index keys of a segment's request that lie on this rank: bf16 [m, Dᵢ], and their
+        entry numbers int64 [m], ascending. Unpacked once a step."""
+        found = self._keys.get((source, segment))
+        if found is None:
+            ratio, tables = self._ratio(source), self.batch.tables
+            slot = self.batch.segments[segment].slot
+            own, pages = tables.owned(tables.entry_addresses(slot, np.arange(count), ratio), ratio)
+            keys = ops.INDEX_KEY.unpack(self.cache.index_keys[source][pages])
+            found = self._keys[source, segment] = (keys, torch.from_numpy(own))
+        return found
+
+    def _ratio(self, source: int) -> int:
+        return self.cache.formats.config.compress_ratios[source]
 
     def record(self, name: str, tensor: Tensor) -> None:
         """Show an intermediate to whoever watches (tests, oracles); free when nobody does."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deskfleet.engine import ops
 from deskfleet.engine.batch import Batch
-from deskfleet.engine.cache import KVCache
+from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.block import Block
 from deskfleet.engine.model.compressor import yarn_table
@@ -48,18 +48,24 @@ class VocabularyShard:
 
 @dataclass(frozen=True, slots=True)
 class BackboneOutput:
-    """hidden bf16 [T, M]: collapsed stream before the final norm. taps bf16 [T, 3·M]: what the drafts see."""
+    """hidden bf16 [T, M]: collapsed stream before the final norm. taps bf16 [T, 3·M]: what the drafts see.
+
+    Both of the rows of `batch`: the step's own, or its tail.
+    """
 
     hidden: Tensor
     taps: Tensor
+    batch: Batch
 
 
 class V41Model:
     """One rank's share of the backbone."""
 
-    def __init__(self, reader: ShardReader, comm: Communicator) -> None:
+    def __init__(self, reader: ShardReader, comm: Communicator, dcp: Communicator) -> None:
+        """`comm` are the ranks of the tensor-parallel group, `dcp` those of them that share out the global cache."""
         config = reader.plan.config
         self.config = config
+        self.dcp = dcp
         self.vocabulary = VocabularyShard(config, reader, comm, "embed.weight", "head.weight")
         self.norm = reader.f32("norm.weight")
         self.blocks = [Block(config, layer, reader, comm) for layer in config.layers]
@@ -74,11 +80,18 @@ class V41Model:
             False: RopeTable.local(config.qk_rope_head_dim, config.rope_theta),
         }
 
-    def begin(self, batch: Batch, cache: KVCache, recorder: Recorder | None = None) -> Step:
+    def begin(self, batch: Batch, cache: PagedCache, recorder: Recorder | None = None) -> Step:
         """Open a step over `batch`: the disk starts on its Engram rows. Raises EngineError."""
         requests = {index: engram.request(batch.engram_ids) for index, engram in self.engrams.items()}
-        rope = {yarn: table.rows(batch.positions) for yarn, table in self.rope.items()}
-        return Step(batch, cache, rope, requests, recorder=recorder)
+        tail = None
+        if batch.tail is not None:
+            tail = Step(
+                batch.tail.batch, cache, self.dcp, self._rope_rows(batch.tail.batch), recorder=recorder
+            )
+        return Step(batch, cache, self.dcp, self._rope_rows(batch), requests, recorder=recorder, tail=tail)
+
+    def _rope_rows(self, batch: Batch) -> dict[bool, tuple[Tensor, Tensor]]:
+        return {yarn: table.rows(batch.positions) for yarn, table in self.rope.items()}
 
     def embed(self, batch: Batch) -> Tensor:
         """bf16 [T, M]: token rows, image spans overwritten by their embeddings."""
@@ -87,7 +100,7 @@ class V41Model:
             x[batch.image_mask] = batch.image_embeddings
         return x
 
-    def forward(self, batch: Batch, cache: KVCache, recorder: Recorder | None = None) -> BackboneOutput:
+    def forward(self, batch: Batch, cache: PagedCache, recorder: Recorder | None = None) -> BackboneOutput:
         """Run every layer over the rows of `batch`, filling `cache`."""
         step = self.begin(batch, cache, recorder)
         stream, pre = enter(self.embed(batch), self.config.hc_mult)
@@ -98,8 +111,10 @@ class V41Model:
             if block.layer.is_tap:
                 taps.append(stream.to(torch.float64).mean(1).to(torch.bfloat16))
             stream, pre = block(stream, pre, step)
+            if block.layer.starts_decoder and step.tail is not None:
+                step = step.tail
         hidden = ops.hc_collapse(stream, pre)
-        return BackboneOutput(hidden, torch.cat(taps, -1) if taps else hidden[:, :0])
+        return BackboneOutput(hidden, torch.cat(taps, -1) if taps else hidden[:, :0], step.batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Collapsed rows bf16 [R, M] -> float32 [R, V]."""

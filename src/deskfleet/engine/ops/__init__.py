@@ -15,9 +15,11 @@ from deskfleet.engine.ops.quant import (
     quantize_fp4_e8m0,
     quantize_fp8,
 )
+from deskfleet.engine.ops.records import ENTRY, INDEX_KEY, WINDOW, RecordFormat
 from deskfleet.engine.ops.reference import (
     apply_rope,
-    candidate_mask,
+    block_mask,
+    candidate_scores,
     compress_pairs,
     engram_gate,
     expert_activation,
@@ -38,8 +40,13 @@ from deskfleet.engine.ops.reference import (
 )
 
 __all__ = [
+    "ENTRY",
+    "INDEX_KEY",
+    "WINDOW",
+    "RecordFormat",
     "apply_rope",
-    "candidate_mask",
+    "block_mask",
+    "candidate_scores",
     "compress_pairs",
     "dequantize_fp4_weight",
     "dequantize_fp8_weight",

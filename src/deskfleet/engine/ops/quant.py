@@ -14,7 +14,7 @@ FP4_MAX = 6.0
 # The publisher multiplies by a pre-rounded float32 reciprocal instead of dividing (spec §N.3.1).
 _INV_FP8_MAX = torch.tensor(1.0 / FP8_MAX, dtype=torch.float32).item()
 _INV_FP4_MAX = torch.tensor(1.0 / FP4_MAX, dtype=torch.float32).item()
-_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def pow2_ceil(value: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _pack_fp4(values: Tensor) -> Tensor:
 
 
 def _fp4_values(scaled: Tensor) -> Tensor:
-    table = torch.tensor(_FP4_MAGNITUDES, dtype=torch.float32, device=scaled.device)
+    table = torch.tensor(FP4_MAGNITUDES, dtype=torch.float32, device=scaled.device)
     return torch.copysign(table[e2m1_codes(scaled).long()], scaled)
 
 
@@ -130,13 +130,14 @@ def dequantize_fp8_weight(weight_bytes: Tensor, scale_bytes: Tensor, block: int 
 
 def dequantize_fp4_weight(packed: Tensor, scale_bytes: Tensor, block: int = 32) -> Tensor:
     """MXFP4 weight: packed uint8 [out, in/2], scale bytes uint8 [out, in/block] -> float64 [out, in] (spec §2.1)."""
-    table = torch.tensor(_FP4_MAGNITUDES + tuple(-m for m in _FP4_MAGNITUDES), dtype=torch.float64)
+    table = torch.tensor(FP4_MAGNITUDES + tuple(-m for m in FP4_MAGNITUDES), dtype=torch.float64)
     low, high = table[(packed & 0xF).long()], table[(packed >> 4).long()]
     values = torch.stack((low, high), -1).flatten(-2)
     return values * e8m0_to_float(scale_bytes).repeat_interleave(block, -1)
 
 
 __all__ = [
+    "FP4_MAGNITUDES",
     "dequantize_fp4_weight",
     "dequantize_fp8_weight",
     "e2m1_codes",

@@ -18,6 +18,7 @@ from deskfleet.engine.ops.quant import fake_quant_fp8
 
 _ATTENTION_BLOCK = 64  # the publisher's kernel walks the index list in blocks of this size (spec §N.5)
 _ROW_CHUNK = 256  # rows of attention or index scoring at a time; bounds the transient, changes no result
+_KEY_CHUNK = 8192  # index keys at a time, likewise
 
 
 def _round(x: Tensor) -> Tensor:
@@ -177,13 +178,18 @@ def index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
     The dot product, its weighted ReLU and the sum over heads are each rounded to bf16, as the publisher does.
     """
-    wide_keys = keys.to(torch.float64).T
-    chunks = []
+    wide_query = query.to(torch.float64)
+    rows = []
     for i in range(0, query.shape[0], _ROW_CHUNK):
-        dots = torch.relu(_round(query[i : i + _ROW_CHUNK].to(torch.float64) @ wide_keys))  # (T, H, N)
-        weighted = dots * weights[i : i + _ROW_CHUNK, :, None]
-        chunks.append(_round(weighted.to(torch.float64).sum(1)))
-    return torch.cat(chunks)
+        parts = []
+        for wide_keys in keys.split(_KEY_CHUNK):
+            dots = torch.relu(
+                _round(wide_query[i : i + _ROW_CHUNK] @ wide_keys.to(torch.float64).T)
+            )  # (T, H, N)
+            weighted = dots * weights[i : i + _ROW_CHUNK, :, None]
+            parts.append(_round(weighted.to(torch.float64).sum(1)))
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
 
 
 def top_positions(scores: Tensor, count: int) -> Tensor:
@@ -199,21 +205,24 @@ def top_positions(scores: Tensor, count: int) -> Tensor:
     return picks.masked_fill(picks == scores.shape[1], -1)
 
 
-def candidate_mask(scores: Tensor, num_visible: Tensor, *, num_blocks: int, block: int) -> Tensor:
-    """Positions the re-indexing layers may pick (spec §4.6).
+def candidate_scores(scores: Tensor, block_numbers: Tensor, num_visible: Tensor, *, block: int) -> Tensor:
+    """How blocks of entries rank among those that re-indexing layers may pick from (spec §4.6).
 
-    scores [T, N] with -inf where not visible, num_visible int64 [T] -> bool [T, N]: the best `num_blocks`
-    blocks by their maximum, the newest visible block always among them.
+    scores [T, N] of whole blocks in order, -inf where not visible; block_numbers int64 [B], num_visible int64 [T] ->
+    float32 [T, B]: the maximum of each block, infinite for the newest visible one, which is always chosen.
     """
-    rows, length = scores.shape
+    length = scores.shape[1]
     padded = torch.nn.functional.pad(scores.to(torch.float32), (0, -length % block), value=-torch.inf)
-    block_scores = padded.unflatten(1, (-1, block)).amax(-1)
-    newest = ((num_visible - 1) // block).clamp_min(0)
-    has_any = num_visible > 0
-    block_scores[torch.arange(rows)[has_any], newest[has_any]] = torch.inf
-    chosen = top_positions(block_scores, num_blocks)
-    mask = torch.zeros(rows, block_scores.shape[1] + 1, dtype=torch.bool)
-    mask.scatter_(1, torch.where(chosen < 0, block_scores.shape[1], chosen), True)
+    best: Tensor = padded.unflatten(1, (len(block_numbers), block)).amax(-1)
+    is_newest = block_numbers == ((num_visible - 1) // block)[:, None]
+    return best.masked_fill(is_newest & (num_visible > 0)[:, None], torch.inf)
+
+
+def block_mask(blocks: Tensor, length: int, *, block: int) -> Tensor:
+    """Block numbers int64 [T, K], -1 absent -> bool [T, length]: the entries that lie in them."""
+    count = -(-length // block)
+    mask = torch.zeros(len(blocks), count + 1, dtype=torch.bool)
+    mask.scatter_(1, torch.where(blocks < 0, count, blocks), True)
     return mask[:, :-1].repeat_interleave(block, 1)[:, :length]
 
 
@@ -261,7 +270,8 @@ def engram_gate(
 
 __all__ = [
     "apply_rope",
-    "candidate_mask",
+    "block_mask",
+    "candidate_scores",
     "compress_pairs",
     "engram_gate",
     "expert_activation",

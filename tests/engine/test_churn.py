@@ -1,0 +1,201 @@
+"""Requests that come, go, wait and are pushed out, in seeded random order: greedy answers are those of each alone.
+
+Drafts are compared too. Verification hides a wrong draft from the answer, so equal answers alone would not show state
+that is kept by batch row instead of by request: such drafts are only refused more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deskfleet.engine.core import EngineCore
+from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
+from deskfleet.engine.model.draft import Anchor, DraftModel
+from deskfleet.engine.runner import ModelRunner
+from tests.engine.cores import Answer, adding, assert_nothing_held, collect, core_over, load_runner, run_alone
+from tests.engine.engines import greedy, random_ids
+from tests.engine.golden import checkpoint, plain_limits, token_map
+from tests.engine.lockstep import Lockstep
+
+Drafts = dict[tuple[str, int], tuple[int, ...]]
+"""Draft tokens by request and number of tokens it has got."""
+
+REQUESTS = [adding(f"r{i}", random_ids(3 + 31 * i % 137, seed=i), greedy(6 + 5 * i % 19)) for i in range(24)]
+CANCELLED = ("r3", "r11", "r17")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    loaded = load_runner(max_model_len=256)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def alone(runner: ModelRunner) -> tuple[dict[str, Answer], Drafts]:
+    """Each request by itself, without and with speculation."""
+    answers = run_alone(core_over(runner, prefix_cache=False), REQUESTS)
+    drafts: Drafts = {}
+    watch(core := core_over(runner, "5", prefix_cache=False), drafts)
+    assert run_alone(core, REQUESTS) == answers
+    return answers, drafts
+
+
+def watch(core: EngineCore, drafts: Drafts) -> None:
+    """Note what every step drafts; the same request at the same place must get the same."""
+    step = core.step
+
+    def watched() -> list[RequestOutput]:
+        outputs = step()
+        for request in core.scheduler.running:
+            if request.draft_token_ids:
+                key = (request.request_id, len(request.output_token_ids))
+                drafts[key] = tuple(request.draft_token_ids)
+        return outputs
+
+    core.step = watched  # type: ignore[method-assign]
+
+
+def churn(core: EngineCore, requests: Sequence[AddRequest], seed: int) -> dict[str, Answer]:
+    """Add requests in random order a few at a time, cancel some of them in mid-stream, step until nothing is left."""
+    random = np.random.default_rng(seed)
+    waiting = [requests[i] for i in random.permutation(len(requests))]
+    answers: dict[str, Answer] = {}
+    while waiting or core.has_work:
+        for _ in range(int(random.integers(0, 4))):
+            if waiting:
+                assert core.add(waiting.pop()) is None
+        collect(core.step(), answers)
+        for name in CANCELLED:
+            if len(answers.get(name, Answer([])).token_ids) >= 2:
+                core.cancel(Cancel(name))
+    assert_nothing_held(core)
+    return answers
+
+
+def compare(found: dict[str, Answer], alone: dict[str, Answer]) -> None:
+    for name, answer in found.items():
+        expected = alone[name].token_ids
+        assert answer.error is None
+        if name in CANCELLED:
+            assert answer.token_ids == expected[: len(answer.token_ids)], name
+        else:
+            assert answer.token_ids == expected, name
+    assert len(found) == len(alone)
+
+
+def compare_drafts(found: Drafts, alone: Drafts) -> int:
+    """Equal as far as both go (a cap, the end of a request or a full step cuts a block); returns how many."""
+    common = found.keys() & alone.keys()
+    for key in common:
+        length = min(len(found[key]), len(alone[key]))
+        assert found[key][:length] == alone[key][:length], key
+    return len(common)
+
+
+TIGHT = {"num_blocks": 40}  # of 16 tokens, for 16 requests of up to 165: somebody is always pushed out
+
+
+@pytest.mark.parametrize(
+    ("speculation", "limits"),
+    [
+        ("off", {}),
+        ("off", TIGHT),
+        ("1", {}),
+        ("2", TIGHT),
+        ("k=3,accept=token", {}),
+        ("4", {}),
+        ("5", {}),
+        ("5", TIGHT),
+        ("k=5,draft=greedy,accept=token,cap=conf:0.3", TIGHT),
+        ("k=5,cap=conf:0.1", {}),
+    ],
+)
+def test_answers_do_not_depend_on_company(runner, alone, speculation, limits) -> None:
+    drafts: Drafts = {}
+    core = core_over(runner, speculation, limits=limits, max_num_batched_tokens=96)
+    watch(core, drafts)
+    compare(churn(core, REQUESTS, seed=len(speculation) + len(limits)), alone[0])
+    assert (core.stats.num_preempted > 0) == bool(limits)
+    if speculation != "off":
+        assert compare_drafts(drafts, alone[1]) > 50
+        assert core.stats.num_accepted > 0
+
+
+def test_draft_state_kept_by_batch_row_would_be_seen(runner, alone, monkeypatch) -> None:
+    begin = DraftModel.begin
+
+    def by_row(self: DraftModel, anchors: Sequence[Anchor], *arguments: Any) -> Any:
+        return begin(self, [replace(anchor, slot=row) for row, anchor in enumerate(anchors)], *arguments)
+
+    monkeypatch.setattr(DraftModel, "begin", by_row)
+    drafts: Drafts = {}
+    core = core_over(runner, "5", max_num_batched_tokens=96)
+    watch(core, drafts)
+    compare(churn(core, REQUESTS, seed=1), alone[0])  # the answers cannot show it
+    with pytest.raises(AssertionError, match=r"\('r\d+', \d+\)"):
+        compare_drafts(drafts, alone[1])
+
+
+@pytest.mark.parametrize(("tp_size", "dcp_size"), [(2, 1), (2, 2), (3, 1), (4, 2)])
+def test_answers_do_not_depend_on_ranks(alone, tp_size: int, dcp_size: int) -> None:
+    group = Lockstep(
+        checkpoint(),
+        tp_size,
+        replace(plain_limits(8, 256), num_blocks=40, dcp_size=dcp_size),
+        pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
+        with_drafts=True,
+    )
+    with group:
+        core = core_over(group.leader, "5", max_num_batched_tokens=96)
+        found = churn(core, REQUESTS[:10], seed=tp_size)
+    compare(found, {request.request_id: alone[0][request.request_id] for request in REQUESTS[:10]})
+    assert group.not_finite == []
+
+
+def test_a_planted_nan_fails_its_request_and_no_other(runner, alone) -> None:
+    """One of sixteen rows is not a number; the other fifteen are what they were."""
+    lead = runner.lead
+    core = core_over(runner, "5")
+    victim = "r5"
+
+    def poisoned(segments, logit_rows, *arguments):
+        logits = lead(segments, logit_rows, *arguments).clone()
+        request = core.scheduler.find(victim)
+        row = 0
+        for segment in segments:
+            mine = [i for i, r in enumerate(logit_rows) if row <= r < row + segment.num_tokens]
+            if request is not None and segment.slot == request.slot and len(request.output_token_ids) >= 3:
+                logits[mine[-1], 7] = torch.nan
+            row += segment.num_tokens
+        return logits
+
+    core._runner.lead = poisoned  # the narrowed runner of this core alone
+    answers: dict[str, Answer] = {}
+    for request in REQUESTS[:16]:
+        core.add(request)
+    while core.has_work:
+        collect(core.step(), answers)
+    assert answers[victim].error is not None
+    assert "1 logits of this request are not finite at position" in answers[victim].error
+    assert answers[victim].token_ids == alone[0][victim].token_ids[: len(answers[victim].token_ids)]
+    for name, answer in answers.items():
+        if name != victim:
+            assert answer == alone[0][name], name
+    assert core.stats.num_not_finite == 1
+    assert_nothing_held(core)
+    # Its blocks are not found again: nobody continues from a row that is not a number.
+    core.cache.stats = replace(core.cache.stats, num_global_hits=0)
+    core.add(replace_id(REQUESTS[5], "again"))
+    core.step()
+    assert core.stats.num_prefix_hits == 0
+
+
+def replace_id(request: AddRequest, name: str) -> AddRequest:
+    return adding(name, request.token_ids, request.sampling)

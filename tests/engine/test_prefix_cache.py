@@ -1,0 +1,216 @@
+"""The prefix cache: what a returning session costs, and that its logits are those of a cold start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deskfleet.engine.core import EngineCore
+from deskfleet.engine.limits import PrefixReplay
+from deskfleet.engine.messages import AddRequest, ImagePixels
+from deskfleet.engine.runner import ModelRunner
+from tests.engine.cores import Answer, adding, assert_nothing_held, core_over, load_runner, run_all
+from tests.engine.engines import IMAGE_TOKEN, greedy, random_ids
+from tests.engine.golden import measured
+
+WINDOW = 16  # of the golden checkpoint
+ONE_TAIL = {
+    "max_num_seqs": 1,
+    "num_window_blocks": 6,
+}  # what one running request needs, and nothing beside it
+WINDOW_REPLAY_LIMIT = 0.10  # relative RMS of the first logits after a window replay; exact replay: equal bits
+
+
+@dataclass
+class Recording:
+    """A runner that notes how many rows it ran and the logits of the last row of each prompt."""
+
+    runner: ModelRunner
+    num_rows: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def lead(self, segments: Sequence[Any], logit_rows: Sequence[int], *arguments: Any) -> torch.Tensor:
+        logits = self.runner.lead(segments, logit_rows, *arguments)
+        self.num_rows += sum(segment.num_tokens for segment in segments)
+        self.logits += list(logits.clone())
+        return logits
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    loaded = load_runner(num_slots=8)
+    yield loaded
+    loaded.close()
+
+
+def visit(
+    core: EngineCore, recording: Recording, ids: Sequence[int], name: str
+) -> tuple[Answer, torch.Tensor, int]:
+    """Run one turn of a session: its answer, the logits that follow the prompt, rows run up to there."""
+    recording.logits.clear()
+    recording.num_rows = 0
+    (answer,) = run_all(core, [adding(name, ids, greedy(1))]).values()
+    return answer, recording.logits[0], recording.num_rows
+
+
+def cold_logits(recording: Recording, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits that follow each prompt without any cache. Cores over one runner share its pages: one after the other."""
+    core = core_over(recording, prefix_cache=False)
+    return [visit(core, recording, ids, f"cold {number}")[1] for number, ids in enumerate(prompts)]
+
+
+def sessions(length: int) -> list[tuple[int, ...]]:
+    """A, B, and each of them again with a new turn."""
+    first, second = random_ids(length, seed=1), random_ids(length, seed=2)
+    return [first, second, first + random_ids(20, seed=3), second + random_ids(20, seed=4)]
+
+
+def alternate(
+    runner: ModelRunner, length: int, replay: PrefixReplay, limits: dict[str, int]
+) -> tuple[list[float], list[int], EngineCore]:
+    """Both sessions and their return: relative RMS to a cold start, and rows run, of each."""
+    recording = Recording(runner)
+    colds = cold_logits(recording, sessions(length))
+    core = core_over(recording, limits=limits, prefix_replay=replay, max_num_batched_tokens=64)
+    differences, rows = [], []
+    for ids, cold in zip(sessions(length), colds, strict=True):
+        _, warm, num_rows = visit(core, recording, ids, f"{len(rows)}")
+        differences.append(((warm - cold).square().mean().sqrt() / cold.std()).item())
+        rows.append(num_rows)
+    assert_nothing_held(core)
+    return differences, rows, core
+
+
+def test_returning_sessions_re_read_at_most_a_window(runner: ModelRunner) -> None:
+    """Two long sessions take turns over a pool with room for one window; neither reads its past again."""
+    differences, rows, core = alternate(runner, 600, "window", ONE_TAIL)
+    assert rows[:2] == [600, 600]
+    for count in rows[2:]:
+        # 600 is not whole blocks of 16: the last 8 tokens and the new turn are run, and at most one window.
+        assert count <= 20 + 600 % 16 + WINDOW
+    assert core.stats.num_replayed_tokens >= WINDOW
+    measured.append(f"prefix cache, window replay: largest relative RMS of logits {max(differences):.4f}")
+    assert max(differences) <= WINDOW_REPLAY_LIMIT
+    assert differences[:2] == [0, 0]
+
+
+def test_an_exact_replay_gives_the_bits_of_a_cold_start(runner: ModelRunner) -> None:
+    differences, rows, core = alternate(runner, 600, "exact", ONE_TAIL)
+    assert differences == [0, 0, 0, 0]
+    reach = (WINDOW - 1) * runner.config.num_hidden_layers
+    assert max(rows[2:]) == 20 + 600 % 16 + reach
+    assert core.stats.num_replayed_tokens >= reach
+
+
+@pytest.mark.parametrize("replay", ["window", "exact"])
+def test_with_room_for_their_windows_nothing_is_replayed(runner: ModelRunner, replay: PrefixReplay) -> None:
+    differences, rows, core = alternate(runner, 600, replay, {})
+    assert differences == [0, 0, 0, 0]
+    assert rows == [600, 600, 28, 28]
+    assert core.stats.num_replayed_tokens == 0
+    assert core.stats.num_window_hits == core.stats.num_prefix_hits == 2 * 592
+
+
+def test_eight_lanes_replayed_twice(runner: ModelRunner) -> None:
+    """Eight sessions side by side, each three times: from the second round on at least 95 % is found."""
+    lanes = [random_ids(500, seed=10 + lane) for lane in range(8)]
+    core = core_over(runner)
+    answers = []
+    for turn in range(3):
+        before = core.stats
+        found = run_all(core, [adding(f"{turn} {lane}", ids, greedy(2)) for lane, ids in enumerate(lanes)])
+        answers.append([answer.token_ids for answer in found.values()])
+        queried = core.stats.num_prefix_queried - before.num_prefix_queried
+        hits = core.stats.num_window_hits - before.num_window_hits
+        assert queried == 8 * 500
+        if turn:
+            assert hits / queried >= 0.95
+            assert {answer.num_cached_tokens for answer in found.values()} == {496}
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_prefix_of_any_length_is_taken_over_exactly(runner: ModelRunner) -> None:
+    """Every cut of a prompt against one cached prompt: whole blocks before the cut are found, and the bits agree."""
+    ids, others = random_ids(130, seed=21), random_ids(40, seed=22)
+    recording = Recording(runner)
+    cuts = (1, 15, 16, 17, 31, 32, 33, 64, 100, 127, 128, 129)
+    prompts = [ids[:cut] + others for cut in cuts]
+    colds = cold_logits(recording, prompts)
+    core = core_over(recording, prefix_replay="exact")
+    visit(core, recording, ids, "first")
+    for cut, asked, cold in zip(cuts, prompts, colds, strict=True):
+        answer, warm, rows = visit(core, recording, asked, f"warm {cut}")
+        found = len(asked) - rows
+        assert found == answer.num_cached_tokens <= cut // 16 * 16
+        assert torch.equal(warm, cold), cut
+
+
+def test_what_only_looks_alike_is_not_taken_over(runner: ModelRunner) -> None:
+    """Two images of one size, and the same image elsewhere: equal token ids, other contents."""
+    config = runner.config
+    assert config.vision is not None
+
+    def picture(seed: int) -> ImagePixels:
+        pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), np.uint8)
+        grid = [2] + ([1] * 2 + [3]) * 2
+        return ImagePixels(pixels.tobytes(), 84, 84, tuple(grid))
+
+    def asked(name: str, *images: ImagePixels, before: int = 20) -> AddRequest:
+        span = len(images[0].token_types)
+        ids = random_ids(before, seed=5) + (IMAGE_TOKEN,) * span + random_ids(30, seed=6)
+        mask = bytes(before) + bytes([1]) * span + bytes(30)
+        return AddRequest(name, ids, mask, images, greedy(1))
+
+    request = asked("first", picture(1))
+    core = core_over(runner)
+    keys = {}
+    for name, other in (
+        ("first", request),
+        ("same", asked("same", picture(1))),
+        ("other picture", asked("other", picture(2))),
+    ):
+        core.add(other)
+        (live,) = [core.scheduler.find(other.request_id)]
+        assert live is not None
+        keys[name] = [live.content(start, start + 16) for start in (0, 16, 32)]
+        core.scheduler.remove(live)
+    assert keys["same"] == keys["first"]
+    assert keys["other picture"][0] == keys["first"][0]  # text before the image
+    assert keys["other picture"][1] != keys["first"][1]  # the block in which it lies
+    assert len({*map(tuple, keys.values())}) == 2
+
+
+def test_scores_are_computed_in_full(runner: ModelRunner) -> None:
+    """Every position's logits are asked for, so nothing may be skipped."""
+    recording = Recording(runner)
+    core = core_over(recording)
+    ids = random_ids(100, seed=31)
+    for name in ("first", "second"):
+        recording.num_rows = 0
+        core.add(replace_score(adding(name, ids, greedy(1))))
+        while core.has_work:
+            core.step()
+        assert recording.num_rows == 100
+
+
+def replace_score(request: AddRequest) -> AddRequest:
+    return AddRequest(
+        request.request_id, request.token_ids, request.image_positions, (), request.sampling, score=True
+    )
+
+
+def test_switched_off_nothing_is_found(runner: ModelRunner) -> None:
+    core = core_over(runner, prefix_cache=False)
+    ids = random_ids(64, seed=41)
+    for name in ("a", "b"):
+        run_all(core, [adding(name, ids, greedy(1))])
+    assert core.stats.num_prefix_hits == core.stats.num_prefix_queried == 0
+    assert core.cache.global_pool.num_remembered == 0

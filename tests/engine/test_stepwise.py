@@ -1,0 +1,77 @@
+"""One pass, single steps and any cutting into chunks give the same bits, for every prompt length up to 600."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from deskfleet.engine.core import EngineCore
+from deskfleet.engine.runner import ModelRunner
+from tests.engine.cores import adding, core_over, load_runner
+from tests.engine.engines import greedy, random_ids
+
+LENGTH = 600
+IDS = random_ids(LENGTH, seed=77)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    loaded = load_runner(num_slots=8)
+    yield loaded
+    loaded.close()
+
+
+def score(core: EngineCore, length: int, name: str = "score") -> np.ndarray:
+    """Logits float32 [length, V] of the first tokens."""
+    core.add(adding(name, IDS[:length], greedy(1), score=True))
+    rows = b""
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            rows += output.logits or b""
+    return np.frombuffer(rows, np.float32).reshape(length, -1)
+
+
+@pytest.fixture(scope="module")
+def one_pass(runner: ModelRunner) -> np.ndarray:
+    return score(core_over(runner, max_num_batched_tokens=LENGTH), LENGTH)
+
+
+def test_single_steps(runner: ModelRunner, one_pass: np.ndarray) -> None:
+    core = core_over(runner, max_num_batched_tokens=1)
+    assert score(core, LENGTH).tobytes() == one_pass.tobytes()
+    assert core.stats.num_steps == LENGTH
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_cutting_into_chunks(runner: ModelRunner, one_pass: np.ndarray, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    core = core_over(runner)
+    schedule = core.scheduler.schedule
+
+    def cut(now_s: float):
+        core.scheduler.max_num_batched_tokens = int(random.integers(1, (4, 40, 300)[seed % 3]))
+        return schedule(now_s)
+
+    core.scheduler.schedule = cut  # type: ignore[method-assign]
+    assert score(core, LENGTH).tobytes() == one_pass.tobytes()
+    assert core.stats.num_steps > 2
+
+
+def check_lengths(runner: ModelRunner, one_pass: np.ndarray, lengths: range) -> None:
+    core = core_over(runner, max_num_batched_tokens=LENGTH, prefix_cache=False)
+    for length in lengths:
+        found = score(core, length, f"n{length}")
+        assert found.tobytes() == one_pass[:length].tobytes(), length
+
+
+def test_prompts_of_many_lengths(runner: ModelRunner, one_pass: np.ndarray) -> None:
+    check_lengths(runner, one_pass, range(1, 40))
+    check_lengths(runner, one_pass, range(41, LENGTH, 97))
+
+
+@pytest.mark.slow
+def test_prompts_of_every_length(runner: ModelRunner, one_pass: np.ndarray) -> None:
+    check_lengths(runner, one_pass, range(1, LENGTH + 1))
