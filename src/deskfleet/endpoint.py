@@ -134,7 +134,9 @@ class EngineStats:
     num_expired: int = _counter("Requests whose deadline passed")
     num_preempted: int = _counter("Times a running request gave its blocks to others, to go on later")
     num_overtaken: int = _counter("Times a short prompt was run before a longer one that came first")
-    num_not_finite: int = _counter("Requests failed because their logits were not finite; more than 0 needs a look")
+    num_not_finite: int = _counter(
+        "Requests failed because their logits were not finite; more than 0 needs a look"
+    )
     num_prompt_tokens: int = _counter("Prompt tokens of accepted requests")
     num_generated_tokens: int = _counter("Tokens the engine has generated")
     num_prefix_queried: int = _counter("Tokens of requests looked up in the prefix cache")

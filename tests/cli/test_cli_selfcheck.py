@@ -1,4 +1,5 @@
-"""`deskfleet selfcheck`: that a sound engine passes every check, that each check sees what it is there for, and the verb.
+"""`deskfleet selfcheck`: that a sound engine passes every check, that each check sees what it is there for, and the
+verb.
 
 The engine of most tests is the real one without processes, so that a mistake can be planted in it.
 """
@@ -6,33 +7,37 @@ The engine of most tests is the real one without processes, so that a mistake ca
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import pytest
-import torch
-from cli_process import CHECKPOINT, Done, deskfleet
+from cli_process import CHECKPOINT, COMMAND, Done, environment
+from tests.engine.golden import measured
+from tests.engine.lockstep import Lockstep, ThreadCommunicator
 
 from deskfleet import selfcheck
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, TokenChunk
-from deskfleet.engine import speculate
-from deskfleet.engine.blocks import CacheManager
-from deskfleet.engine.client import EngineClient, EngineOptions, LoadedRank
+from deskfleet.engine import core as core_module
+from deskfleet.engine.client import EngineOptions, LoadedRank
 from deskfleet.engine.core import CoreOptions, EngineCore
+from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.limits import resolve_limits
 from deskfleet.engine.messages import AddRequest, RequestOutput
-from deskfleet.engine.request import Request
-from deskfleet.engine.runner import ModelRunner
+from deskfleet.engine.model import indexer
+from deskfleet.engine.rank import token_map
+from deskfleet.engine.scheduler import Scheduler
 from deskfleet.engine.speculate import SpeculationOptions, Verdict
 from deskfleet.errors import ConfigError, EngineError
 from deskfleet.model.checkpoint import Checkpoint
-from deskfleet.model.config import ModelConfig
 from deskfleet.selfcheck import (
     BATCH,
     CHUNKED,
@@ -52,8 +57,7 @@ from deskfleet.selfcheck import (
     SelfCheck,
     self_check,
 )
-from tests.engine.golden import measured, token_map
-from tests.engine.lockstep import Lockstep
+from deskfleet.testing.tiny import TinySizes, make_tiny
 
 Fault = Callable[["LocalEngine"], None]
 
@@ -61,10 +65,13 @@ Fault = Callable[["LocalEngine"], None]
 class LocalEngine:
     """An engine of the real parts in this process, ranks in threads. `fault` is called when it is ready."""
 
-    def __init__(self, checkpoint: Checkpoint, options: EngineOptions, fault: Fault = lambda engine: None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, fault: Fault = lambda engine: None
+    ) -> None:
         config = checkpoint.config
         speculation = SpeculationOptions.parse(options.speculation, config.dspark_block_size)
         assert options.max_model_len is not None
+        compressed = token_map(checkpoint)
         self.options = options
         self.group = Lockstep(
             checkpoint,
@@ -80,12 +87,12 @@ class LocalEngine:
                 tp_size=options.tp_size,
                 dcp_size=options.dcp_size,
             ),
-            pad_compressed_id=int(token_map()[config.engram_pad_token_id]),
+            pad_compressed_id=int(compressed[config.engram_pad_token_id]),
             with_drafts=speculation.num_drafts > 0,
         )
         self.core = EngineCore(
             self.group.leader,
-            token_map(),
+            compressed,
             CoreOptions(
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 speculation=speculation,
@@ -99,11 +106,9 @@ class LocalEngine:
         self._fault = fault
 
     async def __aenter__(self) -> Self:
-        # A fault must not outlive the engine, nor the next one begin before: they patch what all engines share.
-        await _one_at_a_time().acquire()
-        self._stack.callback(_one_at_a_time().release)
         self.patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        self._stack.enter_context(self.group)
+        if self.options.tp_size > 1:  # alone, its watch over every operator would only take time
+            self._stack.enter_context(self.group)
         self._fault(self)
         return self
 
@@ -117,12 +122,16 @@ class LocalEngine:
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         request = GenerateRequest("score", tuple(token_ids), SamplingParams(max_tokens=1))
-        flat = [np.frombuffer(output.logits or b"", np.float32) async for output in self._run(request, score=True)]
+        flat = [
+            np.frombuffer(output.logits or b"", np.float32) async for output in self._run(request, score=True)
+        ]
         return np.concatenate(flat).reshape(len(token_ids), -1)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         async for output in self._run(request):
-            yield TokenChunk(output.token_ids, output.logprobs, len(request.prompt_token_ids), output.finish_reason)
+            yield TokenChunk(
+                output.token_ids, output.logprobs, len(request.prompt_token_ids), output.finish_reason
+            )
 
     async def _run(
         self, request: GenerateRequest, *, score: bool = False
@@ -144,3 +153,333 @@ class LocalEngine:
                 yield output
                 if output.finish_reason is not None:
                     return
+
+
+def check_all(
+    fault: Fault = lambda engine: None, *, only: Collection[str] | None = None, directory: Path = CHECKPOINT
+) -> dict[str, Check]:
+    """A quick run over local engines, by name. One engine at a time: a fault patches what all of them share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selfcheck, "_at_once", lambda peak_bytes: 1)
+        engine: Any = partial(LocalEngine, fault=fault)
+        report = asyncio.run(self_check(directory, quick=True, only=only, engine=engine))
+    return {check.name: check for check in report.checks}
+
+
+def test_a_sound_engine_passes_every_check() -> None:
+    found = check_all()
+    assert list(found) == list(LIMITS)
+    assert {name: check.detail for name, check in found.items() if check.verdict != "pass"} == {}
+    lost = found.pop(WARM_WINDOW)
+    assert lost.worst is not None
+    assert 0 < lost.worst <= lost.limit == 0.10
+    measured.append(f"selfcheck, window replay: largest relative RMS of logits {lost.worst:.4f}")
+    assert {check.worst for check in found.values()} == {0.0}
+    assert "at work: window, top-k at ratio 1, top-k at ratio 2, candidates" in found[STEPWISE].detail
+
+
+# --- each check sees what it is there for
+
+
+def forgets_history(engine: LocalEngine) -> None:
+    """The n-grams of a chunk do not look back into the chunk before."""
+    segment_of = core_module.segment_of
+    engine.patch.setattr(
+        core_module, "segment_of", lambda work, tokens, num_history: segment_of(work, tokens, num_history=0)
+    )
+
+
+def rounds_partial_sums(engine: LocalEngine) -> None:
+    """Ranks send their part of a sum in lower precision."""
+    all_reduce = ThreadCommunicator.all_reduce
+
+    def rounded(self: ThreadCommunicator, tensor: Any) -> Any:
+        if tensor.is_floating_point():
+            tensor.copy_(tensor.bfloat16())
+        return all_reduce(self, tensor)
+
+    engine.patch.setattr(ThreadCommunicator, "all_reduce", rounded)
+
+
+def keeps_its_own_best(engine: LocalEngine) -> None:
+    """Ranks that share out the index do not merge what each found."""
+    best = indexer._best
+    engine.patch.setattr(
+        indexer, "_best", lambda scores, numbers, count, dcp: best(scores, numbers, count, Communicator())
+    )
+
+
+def believes_every_draft(engine: LocalEngine, *, acceptance: str) -> None:
+    """Drafts are accepted unseen."""
+    verify = core_module.verify
+
+    def believing(target: Any, drafts: Any, *rest: Any, **options: Any) -> Verdict:
+        verdict = verify(target, drafts, *rest, **options)
+        return Verdict(len(drafts), verdict.next_token_id) if options["acceptance"] == acceptance else verdict
+
+    engine.patch.setattr(core_module, "verify", believing)
+
+
+def takes_half_a_window(engine: LocalEngine) -> None:
+    """A prefix is taken over with a part of the window it needs."""
+    engine.core.cache._reach //= 2
+
+
+def replays_too_little(engine: LocalEngine) -> None:
+    """An exact replay forgets that every layer looks a window further back."""
+    engine.core.cache._num_layers = 1
+
+
+def reads_what_is_not_there(engine: LocalEngine) -> None:
+    """The first rows of a replay look at window rows that nobody made."""
+    segment_of = core_module.segment_of
+    engine.patch.setattr(
+        core_module,
+        "segment_of",
+        lambda *work, **options: replace(segment_of(*work, **options), window_from=0),
+    )
+
+
+def mixes_up_rows(engine: LocalEngine) -> None:
+    """Logits of a step are handed to its requests in the wrong order."""
+    wanted_rows = core_module.wanted_rows
+
+    def reversed_rows(scheduled: Any) -> tuple[list[int], list[slice]]:
+        rows, spans = wanted_rows(scheduled)
+        return rows, spans[::-1] if all(s.stop - s.start == 1 for s in spans) else spans
+
+    engine.patch.setattr(core_module, "wanted_rows", reversed_rows)
+
+
+def resumes_without_output(engine: LocalEngine) -> None:
+    """Whoever is pushed out goes on with another newest token."""
+    preempt = Scheduler._preempt
+
+    def forgetful(self: Scheduler, entry: Any) -> None:
+        preempt(self, entry)
+        if entry.request.output_token_ids:
+            entry.request.output_token_ids[-1] ^= 1
+
+    engine.patch.setattr(Scheduler, "_preempt", forgetful)
+
+
+def drifts(engine: LocalEngine) -> None:
+    """Logits depend on how long the engine has been up."""
+    lead = engine.core._runner.lead
+
+    def drifting(*arguments: Any) -> Any:
+        logits = lead(*arguments)
+        logits[:, 7] += 1e-3 * engine.core._runner.num_passes
+        return logits
+
+    engine.patch.setattr(engine.core._runner, "lead", drifting)
+
+
+FAULTS: list[tuple[Fault, set[str], set[str]]] = [
+    (forgets_history, {STEPWISE, CHUNKED, WARM}, {BATCH, REPEAT, SPECULATION_BLOCK}),
+    (rounds_partial_sums, {TP_2, TP_3, DCP_2}, {STEPWISE}),
+    (keeps_its_own_best, {DCP_2}, {TP_2, STEPWISE}),
+    (partial(believes_every_draft, acceptance="block"), {SPECULATION_BLOCK}, {SPECULATION_TOKEN}),
+    (partial(believes_every_draft, acceptance="token"), {SPECULATION_TOKEN}, {SPECULATION_BLOCK}),
+    (takes_half_a_window, {WARM}, {CHUNKED}),
+    (replays_too_little, {WARM_EXACT}, {WARM, WARM_WINDOW}),
+    (reads_what_is_not_there, {WARM_WINDOW}, {WARM}),
+    (mixes_up_rows, {BATCH, PREEMPTED}, {REPEAT, STEPWISE}),
+    (resumes_without_output, {PREEMPTED}, {BATCH, REPEAT}),
+    (drifts, {REPEAT}, set()),
+]
+
+
+def test_every_check_has_a_fault() -> None:
+    assert set.union(*(seen for _, seen, _ in FAULTS)) == set(LIMITS)
+
+
+@pytest.mark.parametrize(("fault", "seen_by", "unseen_by"), FAULTS)
+def test_a_planted_fault_fails_the_checks_it_concerns(
+    fault: Fault, seen_by: set[str], unseen_by: set[str]
+) -> None:
+    found = check_all(fault, only=seen_by | unseen_by)
+    assert {name for name, check in found.items() if check.verdict == "fail"} == seen_by
+    for name in seen_by:
+        worst = found[name].worst
+        assert worst is not None
+        assert worst > LIMITS[name]
+
+
+def test_what_did_not_happen_has_not_passed() -> None:
+    """An engine that ignores its options gives equal answers, and nothing is shown by that."""
+
+    class Stubborn(LocalEngine):
+        def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
+            ignored = {"prefix_cache": False, "speculation": "off", "max_num_batched_tokens": 512}
+            super().__init__(checkpoint, replace(options, kv_cache_tokens=None, **ignored))  # type: ignore[arg-type]
+
+    asked = {STEPWISE, SPECULATION_TOKEN, WARM, WARM_EXACT, PREEMPTED}
+    report = asyncio.run(self_check(CHECKPOINT, quick=True, only=asked, engine=Stubborn))  # type: ignore[arg-type]
+    reasons = {
+        STEPWISE: "the engine took",
+        SPECULATION_TOKEN: "the engine verified no draft",
+        WARM: "was not found with its window",
+        WARM_EXACT: "did not replay a lost window",
+        PREEMPTED: "nobody was preempted",
+    }
+    assert {check.name for check in report.checks} == asked
+    for check in report.checks:
+        assert (check.verdict, check.worst) == ("fail", None), check
+        assert reasons[check.name] in check.detail
+    assert report.verdict == "fail"
+
+
+# --- what is skipped, and what fails without an answer
+
+
+def test_a_checkpoint_without_drafts_skips_speculation(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "tiny", sizes=TinySizes(num_nextn_predict_layers=0, num_hidden_layers=4))
+    found = check_all(only={SPECULATION_BLOCK, SPECULATION_TOKEN, REPEAT}, directory=tmp_path / "tiny")
+    assert found[REPEAT].verdict == "pass"
+    for name in (SPECULATION_BLOCK, SPECULATION_TOKEN):
+        assert found[name] == Check(name, "skip", None, 0.0, "the checkpoint has no drafts")
+
+
+def test_a_small_machine_skips_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "_num_cores", lambda: 1)
+    kernel = {"VmHWM": 8 << 30, "MemAvailable": 6 << 30}
+    monkeypatch.setattr(selfcheck, "_kibibytes", lambda path, name: kernel[name])
+    found = check_all(only={TP_2, TP_3, SPECULATION_TOKEN})
+    assert found[TP_2].verdict == found[TP_3].verdict == "skip"
+    assert found[TP_2].detail.startswith("2 ranks take about ")
+    assert found[TP_2].detail.endswith(" of memory, 6.00 GiB are free")
+    assert found[TP_3].detail == "3 ranks on 1 cores would take too long"
+    assert found[SPECULATION_TOKEN].verdict == "pass"
+
+
+def test_engines_that_cannot_be_asked() -> None:
+    class Broken(LocalEngine):
+        def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
+            if options.dcp_size == 2:
+                raise ConfigError("this cannot be cut in two")
+            super().__init__(checkpoint, options)
+
+        async def __aenter__(self) -> Self:
+            if self.options.speculation != "off":
+                raise EngineError("rank 0 ended")
+            return await super().__aenter__()
+
+    asked = {DCP_2, SPECULATION_BLOCK}
+    report = asyncio.run(self_check(CHECKPOINT, quick=True, only=asked, engine=Broken))  # type: ignore[arg-type]
+    assert report.checks == (
+        Check(DCP_2, "skip", None, 0.0, "this cannot be cut in two"),
+        Check(SPECULATION_BLOCK, "fail", None, 0.0, "rank 0 ended"),
+    )
+
+
+def test_without_anything_to_compare_with_there_is_no_report() -> None:
+    def fails(engine: LocalEngine) -> None:
+        raise EngineError("rank 0 ended")
+
+    with pytest.raises(EngineError, match="rank 0 ended"):
+        check_all(fails)
+
+
+def test_a_check_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="no check 'TP 9 = TP 1'"):
+        check_all(only={"TP 9 = TP 1"})
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "distance"),
+    [
+        ([[1.0, 2.0]], [[1.0, 2.0]], 0.0),
+        ([[1.0, 3.0], [2.0, 4.0]], [[1.0, 3.0], [1.0, 3.0]], 1.0),
+        ([[0.0, 2.0]], [[-0.0, 2.0]], np.finfo(np.float64).tiny),  # equal, but not the same bits
+        ([[np.nan, 2.0]], [[1.0, 2.0]], np.inf),
+        ([[1.0, 2.0]], [[1.0, 2.0], [1.0, 2.0]], np.inf),
+    ],
+)
+def test_a_distance_is_the_relative_rms_of_the_worst_row(
+    found: list[list[float]], expected: list[list[float]], distance: float
+) -> None:
+    assert selfcheck._distance(np.array(found), np.array(expected))[0] == distance
+
+
+# --- the verb
+
+
+def reporting(*checks: Check) -> Callable[..., Any]:
+    async def report(directory: Path, *, on_check: Callable[[Check], None], **options: Any) -> SelfCheck:
+        assert (directory, options["quick"]) == (CHECKPOINT, True)
+        for check in checks:
+            on_check(check)
+        return SelfCheck(checks)
+
+    return report
+
+
+PASSED = Check(STEPWISE, "pass", 0.0, 0.0, "prompts up to 33 tokens")
+FAILED = Check(WARM_WINDOW, "fail", 0.1234567, 0.10, "2 sessions")
+SKIPPED = Check(TP_3, "skip", None, 0.0, "3 ranks on 1 cores would take too long")
+
+
+def test_the_table(call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "self_check", reporting(PASSED, SKIPPED, FAILED))
+    done = call("selfcheck", CHECKPOINT, "--quick")
+    assert done.code == 1
+    rows = [line.split() for line in done.out.splitlines()]
+    assert [*STEPWISE.split(), "pass", "0", "0"] in rows
+    assert [*WARM_WINDOW.split(), "fail", "0.123", "0.1"] in rows
+    assert [*TP_3.split(), "skip", "0"] in rows
+    assert f"skip: {TP_3}: 3 ranks on 1 cores would take too long\n" in done.out
+    assert done.out.endswith("verdict: fail (1 passed, 1 failed, 1 skipped)\n")
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert f"  pass: {STEPWISE}: prompts up to 33 tokens\n" in done.err
+
+
+def test_skipped_checks_do_not_fail_it(call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "self_check", reporting(PASSED, SKIPPED))
+    done = call("selfcheck", CHECKPOINT, "--quick")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "verdict: pass (1 passed, 0 failed, 1 skipped)")
+
+
+def test_the_report_as_an_object(call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = replace(FAILED, worst=np.inf)
+    monkeypatch.setattr(selfcheck, "self_check", reporting(PASSED, lost))
+    done = call("selfcheck", CHECKPOINT, "--quick", "--json")
+    assert done.code == 1
+    assert done.object == {
+        "checks": [
+            {"name": STEPWISE, "verdict": "pass", "worst": 0.0, "limit": 0.0, "detail": PASSED.detail},
+            {"name": WARM_WINDOW, "verdict": "fail", "worst": None, "limit": 0.1, "detail": "2 sessions"},
+        ],
+        "verdict": "fail",
+    }
+
+
+def test_a_checkpoint_that_is_none(call: Callable[..., Done], tmp_path: Path) -> None:
+    assert call("selfcheck", tmp_path).code == 3
+
+
+def test_processes_pass_too() -> None:
+    """Real ranks, as far as the time of an ordinary test goes."""
+    seen = []
+    report = asyncio.run(self_check(CHECKPOINT, quick=True, only={REPEAT, BATCH, TP_2}, on_run=seen.append))
+    assert [(check.name, check.verdict, check.worst) for check in report.checks] == [
+        (name, "pass", 0.0) for name in (TP_2, BATCH, REPEAT)
+    ]
+    assert [(run.number, run.total, run.names) for run in seen] == [(1, 2, (BATCH, REPEAT)), (2, 2, (TP_2,))]
+
+
+@pytest.mark.slow
+def test_the_command_on_a_real_checkpoint() -> None:
+    """Every engine in processes of its own: a minute on two free cores."""
+    done = subprocess.run(
+        [*COMMAND, "selfcheck", str(CHECKPOINT), "--quick", "--json"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "pass"
+    assert [check["name"] for check in report["checks"]] == list(LIMITS)
+    assert "engine 10 of 10, about " in done.stderr

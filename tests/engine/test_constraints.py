@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 
 from deskfleet.endpoint import Constraint, SamplingParams
 from deskfleet.engine.constraints import ConstraintCompiler, check_constraint
-from deskfleet.engine.sampler import SamplingState, draw
+from deskfleet.engine.sampler import SamplingState
 from deskfleet.engine.tokenizer import DSML, thinking_tokens
 from deskfleet.errors import RequestError
 from deskfleet.testing.tiny_tokenizer import build_tokenizer
 from tests.engine.golden import ROOT
+from tests.engine.sampling import draw
 
 
 def schema(constraint: dict[str, Any]) -> Constraint:

@@ -17,11 +17,11 @@ from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
 from deskfleet.engine.runner import ModelRunner
-from deskfleet.engine.sampler import sample
 from deskfleet.engine.tables import TableUpdate
 from deskfleet.model.layout import Layout, ShardPlan
 from tests.engine.engines import greedy, random_ids
 from tests.engine.golden import checkpoint, plain_limits, token_map
+from tests.engine.sampling import sample
 
 VOCAB = 8
 
@@ -106,7 +106,7 @@ def test_draws_depend_on_the_place_in_the_output_alone() -> None:
     for place in range(12):
         logits = np.zeros(VOCAB, np.float32)
         logits[((expected or [0])[-1] + 1) % VOCAB] = 5.0
-        expected.append(sample(logits, params, seed=5, place=place).token_id)
+        expected.append(sample(logits, params, seed=5, place=place))
     assert len(set(expected)) > 3
     for number in range(3):
         assert [i for output in outputs[str(number)] for i in output.token_ids] == expected

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from deskfleet.endpoint import Constraint, SamplingParams
 from deskfleet.engine.constraints import ConstraintCompiler, TokenConstraint
-from deskfleet.engine.sampler import SamplingState, distribution, draw, logprobs, sample
+from deskfleet.engine.sampler import SamplingState, logprobs
 from deskfleet.engine.tokenizer import ThinkingTokens, load_tokenizer
 from deskfleet.errors import EngineError
 from tests.engine.golden import ROOT
+from tests.engine.sampling import distribution, draw, sample
 
 # 0.1 % of the chi-square distribution lies beyond these, by degrees of freedom.
 CHI_SQUARE_999 = {2: 13.816, 4: 18.467, 5: 20.515, 7: 24.322, 9: 27.877}
@@ -82,7 +83,7 @@ def test_the_distribution_is_the_enumerated_one(logits: list[float], params: Sam
 def test_a_draw_is_never_a_filtered_token(logits: list[float], params: SamplingParams, seed: int) -> None:
     array = np.array(logits, np.float32)
     allowed = set(np.flatnonzero(distribution(array, params)))
-    assert {sample(array, params, seed=seed, place=place).token_id for place in range(20)} <= allowed
+    assert {sample(array, params, seed=seed, place=place) for place in range(20)} <= allowed
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_draws_follow_the_distribution(params: SamplingParams, by: str) -> None:
     logits = np.array([0.3, 2.0, -1.0, 1.9, 0.0, -4.0, 1.0, 0.3, -0.5, 1.2], np.float32)
     expected = distribution(logits, params) * 4000
     drawn = [
-        sample(logits, params, seed=11 if by == "place" else n, place=n if by == "place" else 0).token_id
+        sample(logits, params, seed=11 if by == "place" else n, place=n if by == "place" else 0)
         for n in range(4000)
     ]
     counts = np.bincount(drawn, minlength=len(logits))
@@ -123,7 +124,7 @@ def test_a_seed_and_a_place_decide_the_draw() -> None:
     params = SamplingParams()
 
     def draws(seed: int) -> list[int]:
-        return [sample(logits, params, seed=seed, place=place).token_id for place in range(50)]
+        return [sample(logits, params, seed=seed, place=place) for place in range(50)]
 
     assert draws(5) == draws(5)
     assert draws(5) != draws(6)
@@ -137,7 +138,7 @@ def test_any_64_bit_seed_works(seed: int) -> None:
     logits = np.zeros(1000, np.float32)
 
     def draws(seed: int) -> list[int]:
-        return [sample(logits, SamplingParams(), seed=seed, place=place).token_id for place in range(8)]
+        return [sample(logits, SamplingParams(), seed=seed, place=place) for place in range(8)]
 
     neighbour = seed - 1 if seed > 0 else seed + 1
     assert draws(seed) == draws(seed)
@@ -146,8 +147,8 @@ def test_any_64_bit_seed_works(seed: int) -> None:
 
 def test_temperature_zero_is_the_likeliest_and_ties_go_to_the_lower_id() -> None:
     logits = np.array([0.0, 3.0, 1.0, 3.0, 3.0], np.float32)
-    assert sample(logits, SamplingParams(temperature=0), seed=1, place=0).token_id == 1
-    assert sample(logits, SamplingParams(temperature=0, top_k=1), seed=2, place=9).token_id == 1
+    assert sample(logits, SamplingParams(temperature=0), seed=1, place=0) == 1
+    assert sample(logits, SamplingParams(temperature=0, top_k=1), seed=2, place=9) == 1
     # And so for the filters: of equals, the lower id stays.
     assert np.flatnonzero(distribution(logits, SamplingParams(top_k=2))).tolist() == [1, 3]
     assert np.flatnonzero(distribution(logits, SamplingParams(top_p=0.1))).tolist() == [1]
@@ -176,15 +177,6 @@ def test_logprobs_are_log_softmax_of_the_untouched_logits(logits: list[float], d
     assert [p for _, p in found.top] == pytest.approx(
         [wide[i] - log_sum for i in ranked], rel=1e-12, abs=1e-12
     )
-
-
-def test_sampling_parameters_do_not_touch_logprobs() -> None:
-    logits = np.array([1.0, 2.0, 3.0], np.float32)
-    params = SamplingParams(temperature=0.1, top_k=1, logprobs=3)
-    sampled = sample(logits, params, seed=0, place=0)
-    assert sampled.logprob == logprobs(logits, sampled.token_id, 3)
-    assert sample(logits, replace(params, logprobs=None), seed=0, place=0).logprob is None
-    assert sample(logits, replace(params, logprobs=0), seed=0, place=0).logprob == logprobs(logits, 2, 0)
 
 
 # --- with a state -------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from deskfleet.endpoint import SamplingParams
-from deskfleet.engine.sampler import distribution, sample
 from deskfleet.engine.speculate import (
     Acceptance,
     Coins,
@@ -39,6 +38,7 @@ from deskfleet.engine.speculate import (
     verify,
 )
 from deskfleet.errors import ConfigError, EngineError
+from tests.engine.sampling import distribution, sample
 
 RULES: tuple[Acceptance, ...] = ("token", "block")
 EXACT = 1e-12
@@ -436,7 +436,7 @@ def test_no_drafts_is_plain_sampling(rule: Acceptance) -> None:
         row = distribution(logits, params)[None]
         for drafted in (None, np.zeros((0, 50))):
             verdict = verify(row, [], drafted, acceptance=rule, coins=Coins(9), place=place)
-            assert verdict == Verdict(0, sample(logits, params, seed=9, place=place).token_id)
+            assert verdict == Verdict(0, sample(logits, params, seed=9, place=place))
 
 
 @pytest.mark.parametrize("rule", RULES)

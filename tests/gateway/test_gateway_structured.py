@@ -32,11 +32,12 @@ from chat_scripts import (
     strict_tool,
 )
 from openai import AsyncOpenAI
+from tests.engine.sampling import draw
 
 from deskfleet.endpoint import Constraint, GenerateRequest
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.constraints import ConstraintCompiler, check_constraint
-from deskfleet.engine.sampler import SamplingState, draw
+from deskfleet.engine.sampler import SamplingState
 from deskfleet.engine.tokenizer import ThinkingTokens
 from deskfleet.gateway.answer_form import Marker, tool_grammar
 from deskfleet.gateway.app import serving

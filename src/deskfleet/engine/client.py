@@ -444,6 +444,8 @@ class EngineClient:
                     self._check_alive()
                     return
                 finished = output.finish_reason is not None or output.error is not None
+                if output.error is not None and output.param is not None:
+                    raise RequestError(output.error, param=output.param or None)
                 if output.error is not None:
                     raise EngineError(output.error)
                 if stopping is not None and stopping.push(output.token_ids):

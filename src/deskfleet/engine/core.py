@@ -141,7 +141,7 @@ class EngineCore:
                 self._constraints.begin(message.sampling.constraint)
             self.scheduler.add(request)
         except RequestError as error:
-            return RequestOutput(request.request_id, error=error.message)
+            return RequestOutput(request.request_id, error=error.message, param=error.param or "")
         self._count(num_prompt_tokens=len(message.token_ids))
         return None
 
@@ -195,7 +195,7 @@ class EngineCore:
             verdict = self._verify(request, logits, work.num_draft_tokens)
         except RequestError as error:
             self._finish(request)
-            return RequestOutput(request.request_id, error=error.message)
+            return RequestOutput(request.request_id, error=error.message, param=error.param or "")
         tokens = [*request.draft_token_ids[: verdict.num_accepted], verdict.next_token_id]
         request.drop_drafts()
         count = request.sampling.logprobs

@@ -82,7 +82,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """What one step gave one request. `logits` are float32 rows, only for scoring; `error` ends the request."""
+    """What one step gave one request. `logits` are float32 rows, only for scoring; `error` ends the request.
+
+    With `param`, the request itself is at fault, in that field.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -90,6 +93,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     logits: bytes | None = None
     error: str | None = None
+    param: str | None = None
     num_cached_tokens: int = 0
 
 

@@ -1,7 +1,6 @@
-"""Logits to tokens. Owns the distribution a request asked for, what it depends on, and its random numbers.
+"""Logits to probabilities. Owns the distribution a request asked for and what it depends on.
 
-A draw depends on the request's seed and the token's place in the output alone, so a request repeats exactly
-whatever else runs beside it, and after it was interrupted.
+Knows nothing of drafts' fate or of random numbers (speculate.py).
 """
 
 from __future__ import annotations
@@ -15,14 +14,6 @@ from deskfleet.endpoint import SamplingParams, TokenLogprob
 from deskfleet.engine.constraints import TokenConstraint
 from deskfleet.engine.tokenizer import ThinkingTokens
 from deskfleet.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The chosen token, with log probabilities when asked for."""
-
-    token_id: int
-    logprob: TokenLogprob | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class SamplingState:
     """What one request's next distribution depends on besides its logits: counts, the thought, the grammar.
 
     In order: logit_bias, repetition, frequency and presence penalties, the constraint's mask, the thinking budget;
-    then temperature, top_k, top_p and min_p as in `distribution`. Without any of the first five there is no state.
+    then temperature, top_k, top_p and min_p. Without any of the first five there is no state.
 
     A constraint holds from the first token outside a thought. While the prompt's or the model's thought is open, it
     only keeps out `TokenConstraint.barred_while_thinking`. What the prompt holds of an open thought counts towards the
@@ -173,25 +164,6 @@ class SamplingState:
                 row[~self._constraint.allowed()] = -np.inf
 
 
-def sample(logits: np.ndarray, params: SamplingParams, *, seed: int, place: int) -> Sampled:
-    """Pick from finite float32 logits [V] with nothing but `params`' filters; `place` counts output tokens from 0."""
-    if params.temperature == 0:
-        token_id = int(logits.argmax())
-    else:
-        token_id = draw(distribution(logits, params), seed=seed, place=place)
-    return Sampled(token_id, None if params.logprobs is None else logprobs(logits, token_id, params.logprobs))
-
-
-def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """float64 probabilities [V] after temperature, then top_k, top_p and min_p, in that order.
-
-    Each filter works on what the one before it left; equal probabilities are kept in order of token id.
-    """
-    row = logits.astype(np.float64)
-    _normalise(row, params)
-    return row
-
-
 def logprobs(logits: np.ndarray, token_id: int, count: int) -> TokenLogprob:
     """Natural log probabilities of the unmodified distribution: the chosen token and the `count` likeliest."""
     wide = logits.astype(np.float64)
@@ -205,20 +177,12 @@ def logprobs(logits: np.ndarray, token_id: int, count: int) -> TokenLogprob:
     )
 
 
-def draw(probabilities: np.ndarray, *, seed: int, place: int) -> int:
-    """A token from float64 probabilities [V], decided by `seed` and `place`."""
-    key = np.array(
-        [seed & (2**64 - 1), place], dtype=np.uint64
-    )  # a list with a large seed would become floats
-    uniform = np.random.Generator(np.random.Philox(key=key)).random()
-    cumulative = np.cumsum(probabilities)
-    chosen = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # Rounding of the last sum may point one past a token of probability zero at the end.
-    return chosen if chosen < len(probabilities) else int(np.flatnonzero(probabilities)[-1])
-
-
 def _normalise(row: np.ndarray, params: SamplingParams) -> None:
-    """Turn float64 logits [V] into `distribution`'s probabilities, in place: a row is 1 MB at full size."""
+    """Turn float64 logits [V] into probabilities after temperature, then top_k, top_p and min_p, in that order.
+
+    Each filter works on what the one before it left; of equal probabilities the lower token ids stay. In place: a row
+    is 1 MB at full size.
+    """
     row /= max(params.temperature, 1e-5)
     row -= row.max()
     np.exp(row, out=row)
@@ -275,4 +239,4 @@ def _fill_one_hot(row: np.ndarray, token_id: int) -> None:
     row[token_id] = 1.0
 
 
-__all__ = ["Sampled", "SamplingState", "Thought", "distribution", "draw", "logprobs", "sample"]
+__all__ = ["SamplingState", "Thought", "logprobs"]

@@ -287,7 +287,7 @@ def draft_choice(logits: np.ndarray, temperature: float, *, coins: Coins, place:
     """
     if temperature == 0:
         return int(logits.argmax())
-    return _pick(draft_distribution(logits, temperature), coins.uniform("draft", place, index))
+    return pick(draft_distribution(logits, temperature), coins.uniform("draft", place, index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,11 +359,11 @@ def verify(
     Raises EngineError when the target's row is no distribution.
     """
     possible = outcomes(target, draft_token_ids, drafted, acceptance)
-    num_accepted = _pick(possible.chances, coins.uniform("accept", place))
+    num_accepted = pick(possible.chances, coins.uniform("accept", place))
     further = possible.further(num_accepted)
     if not 0 < (total := float(further.sum())) < math.inf:
         raise EngineError(f"no token can follow {num_accepted} accepted drafts: the row sums to {total}")
-    return Verdict(num_accepted, _pick(further, coins.uniform("further", place)))
+    return Verdict(num_accepted, pick(further, coins.uniform("further", place)))
 
 
 def _ratios(target: np.ndarray, draft_token_ids: Sequence[int], drafted: np.ndarray | None) -> np.ndarray:
@@ -422,7 +422,7 @@ def _excess(share: float, target: np.ndarray, draft_token_id: int, drafted: np.n
     return float(np.maximum(share * target - drafted, 0.0).sum())
 
 
-def _pick(probabilities: np.ndarray, uniform: float) -> int:
+def pick(probabilities: np.ndarray, uniform: float) -> int:
     """The index that `uniform` in [0, 1) falls on; never one of probability 0. Sums other than 1 are normalised."""
     cumulative = np.cumsum(probabilities)
     chosen = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
@@ -502,6 +502,7 @@ __all__ = [
     "draft_choice",
     "draft_distribution",
     "outcomes",
+    "pick",
     "survival",
     "verify",
 ]

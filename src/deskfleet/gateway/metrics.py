@@ -23,6 +23,7 @@ from deskfleet.errors import RequestError
 Outcome = Literal["ok", "refused", "cancelled", "failed"]
 """`refused` is a 4xx, `cancelled` a client that went away, `failed` a 5xx or an error inside a stream."""
 
+
 class _EngineCollector(Collector):
     """Shows the stats of the latest scrape; nothing but `deskfleet_engine_up 0` while the engine is dead."""
 
