@@ -6,6 +6,7 @@ processes. The gateway and the engines both import this module and never each ot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -82,6 +83,32 @@ class TokenChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class EngramStats:
+    """What the ranks' readers of Engram rows did since start, summed over ranks.
+
+    `num_rows` rows asked for, `num_unique` after removing repeats within a request; `num_cache_hits` of these came from
+    memory, `num_fallback_rows` from the second source. `wait_s` is how long steps waited. `errors` counts faults by
+    kind, also those that a retry or the second source repaired.
+    """
+
+    num_rows: int = 0
+    num_unique: int = 0
+    num_cache_hits: int = 0
+    num_fallback_rows: int = 0
+    num_reads: int = 0
+    read_bytes: int = 0
+    wait_s: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: EngramStats) -> EngramStats:
+        plain = [name for name in self.__dataclass_fields__ if name != "errors"]
+        return EngramStats(
+            **{name: getattr(self, name) + getattr(other, name) for name in plain},
+            errors=dict(Counter(self.errors) + Counter(other.errors)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start and gauges of now, read without disturbing the engine."""
 
@@ -92,6 +119,7 @@ class EngineStats:
     num_cancelled: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    engram: EngramStats = EngramStats()
 
 
 class TokenEngine(Protocol):
@@ -119,6 +147,7 @@ class TokenEngine(Protocol):
 __all__ = [
     "Endpoint",
     "EngineStats",
+    "EngramStats",
     "FinishReason",
     "GenerateRequest",
     "ImageInput",

@@ -22,6 +22,7 @@ from deskfleet.engine.runner import ModelRunner, RunnerLimits
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.packs import PackedTables
 
 
 class Exchange:
@@ -103,6 +104,7 @@ class Lockstep:
         *,
         pad_compressed_id: int,
         allocate: Allocate | None = None,
+        pack: PackedTables | None = None,
     ) -> None:
         self.plan = ShardPlan(checkpoint.config, Layout(tp_size))
         self.not_finite: list[str] = []
@@ -115,6 +117,7 @@ class Lockstep:
                 limits,
                 pad_compressed_id=pad_compressed_id,
                 allocate=allocate,
+                pack=pack,
             )
             for rank in range(tp_size)
         ]

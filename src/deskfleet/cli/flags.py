@@ -41,6 +41,19 @@ ThreadsPerRank = Annotated[
         help="CPU threads of each rank. [default: the cores, shared out]",
     ),
 ]
+EngramPack = Annotated[
+    Path | None,
+    typer.Option(
+        "--engram-pack", metavar="DIR", help="Pack to read Engram rows from. [default: the published shards]"
+    ),
+]
+EngramSecondSource = Annotated[
+    bool,
+    typer.Option(
+        "--engram-second-source",
+        help="Rows that the pack cannot give are read from the published shards, and counted.",
+    ),
+]
 
 ENGINE = EngineOptions()
 """How a checkpoint is run when nobody says otherwise."""
@@ -64,6 +77,8 @@ __all__ = [
     "PORT",
     "THINKING",
     "CheckpointArgument",
+    "EngramPack",
+    "EngramSecondSource",
     "Host",
     "Json",
     "MaxModelLen",

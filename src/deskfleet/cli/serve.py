@@ -17,6 +17,8 @@ from deskfleet.cli.flags import (
     PORT,
     THINKING,
     CheckpointArgument,
+    EngramPack,
+    EngramSecondSource,
     Host,
     Json,
     MaxModelLen,
@@ -62,6 +64,8 @@ def run(
         bool, typer.Option("--thinking/--no-thinking", help="Think where a request does not say.")
     ] = THINKING,
     threads_per_rank: ThreadsPerRank = ENGINE.threads_per_rank,
+    engram_pack: EngramPack = ENGINE.engram_pack,
+    engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
     as_json: Json = False,
 ) -> None:
     """Serve a checkpoint on an OpenAI-compatible endpoint.
@@ -86,6 +90,8 @@ def run(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads_per_rank=threads_per_rank,
+            engram_pack=engram_pack,
+            engram_second_source=engram_second_source,
         ),
     )
     with LoadReport() as report:
@@ -119,6 +125,9 @@ def announce(event: Ready, *, as_json: bool) -> None:
     say(
         f"{endpoint.model_id} answers at {endpoint.url}/v1 ({endpoint.max_model_len:,} tokens). Ctrl-C stops it."
     )
+    if event.engram is not None:
+        second = f", then {event.engram.second_source}" if event.engram.second_source else ""
+        say(f"Engram rows: {event.engram.source}{second}; {event.engram.backend}")
     say(how_to_talk(event))
 
 
@@ -130,6 +139,7 @@ def ready_object(event: Ready) -> dict[str, Any]:
         "model": event.endpoint.model_id,
         "max_model_len": event.endpoint.max_model_len,
         "tp_size": event.tp_size,
+        "engram": None if event.engram is None else dataclasses.asdict(event.engram),
         "ranks": [dataclasses.asdict(rank) for rank in event.ranks],
     }
 

@@ -9,7 +9,7 @@ import struct
 
 import msgspec
 
-from deskfleet.endpoint import EngineStats, FinishReason, SamplingParams, TokenLogprob
+from deskfleet.endpoint import EngineStats, EngramStats, FinishReason, SamplingParams, TokenLogprob
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -71,12 +71,13 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank is loaded and has met the others."""
+    """A rank is loaded and has met the others. `engram` says how it reads Engram rows, None when it reads none."""
 
     rank: int
     weight_bytes: int
     cache_bytes: int
     load_s: float
+    engram: str | None
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
@@ -97,6 +98,13 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class EngramReads(msgspec.Struct, frozen=True, tag=True):
+    """What one rank's reader of Engram rows did since start."""
+
+    rank: int
+    stats: EngramStats
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A rank raised and is about to exit. `is_peer_loss`: it only noticed that another rank is gone."""
 
@@ -106,7 +114,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     hint: str | None = None
 
 
-Report = Hello | Loading | Ready | StepOutput | Failed
+Report = Hello | Loading | Ready | StepOutput | EngramReads | Failed
 
 
 class SegmentMessage(msgspec.Struct, frozen=True):
@@ -160,6 +168,7 @@ __all__ = [
     "AddRequest",
     "Cancel",
     "Command",
+    "EngramReads",
     "Failed",
     "Hello",
     "ImagePixels",

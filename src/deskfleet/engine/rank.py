@@ -23,6 +23,7 @@ import torch
 from deskfleet.engine import messages
 from deskfleet.engine.core import EngineCore
 from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.model.engram import Tables
 from deskfleet.engine.runner import ModelRunner, RunnerLimits
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.tokenizer import load_tokenizer
@@ -30,6 +31,7 @@ from deskfleet.errors import DeskfleetError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.names import TensorClass
+from deskfleet.model.packs import PackedTables
 from deskfleet_engram.errors import EngramError
 from deskfleet_engram.tokens import check_size, compressed_token_map
 
@@ -113,21 +115,29 @@ def run(spec: RankSpec, control: Control) -> None:
         RunnerLimits(max_num_seqs=spec.max_num_seqs, max_model_len=spec.max_model_len),
         pad_compressed_id=int(compressed[checkpoint.config.engram_pad_token_id]),
         on_read=progress.add,
+        pack=_pack(spec),
     )
-    control.send(
-        messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, time.monotonic() - begin)
-    )
+    load_s = time.monotonic() - begin
+    tables = runner.model.tables
+    control.send(messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report))
     if spec.rank == 0:
-        _lead(EngineCore(runner, compressed, max_num_batched_tokens=spec.max_num_batched_tokens), control)
+        core = EngineCore(runner, compressed, max_num_batched_tokens=spec.max_num_batched_tokens)
+        _lead(core, tables, control)
         runner.stop()
     else:
         control.exit_with_supervisor()
         while runner.follow():
-            pass
+            control.send(messages.EngramReads(spec.rank, tables.stats))
     runner.close()
 
 
-def _lead(core: EngineCore, control: Control) -> None:
+def _pack(spec: RankSpec) -> PackedTables | None:
+    if spec.engram_pack is None:
+        return None
+    return PackedTables(Path(spec.engram_pack), spec.engram_second_source)
+
+
+def _lead(core: EngineCore, tables: Tables, control: Control) -> None:
     while True:
         before = core.stats
         for command in control.receive(block=not core.has_work):
@@ -138,7 +148,9 @@ def _lead(core: EngineCore, control: Control) -> None:
             else:
                 core.cancel(command)
         if core.has_work:
-            control.send(messages.StepOutput(tuple(core.step()), core.stats))
+            outputs = tuple(core.step())
+            control.send(messages.EngramReads(0, tables.stats))
+            control.send(messages.StepOutput(outputs, core.stats))
         elif core.stats != before:
             control.send(messages.StepOutput((), core.stats))
 

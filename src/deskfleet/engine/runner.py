@@ -24,6 +24,7 @@ from deskfleet.errors import EngineError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layout import ShardPlan
+from deskfleet.model.packs import PackedTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class ModelRunner:
         with_drafts: bool = False,
         allocate: Allocate | None = None,
         on_read: Callable[[int], None] | None = None,
+        pack: PackedTables | None = None,
     ) -> None:
         config = checkpoint.config
         self.config = config
@@ -58,7 +60,7 @@ class ModelRunner:
             torch.inference_mode(),
             ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader,
         ):
-            self.model = V41Model(reader, comm)
+            self.model = V41Model(reader, comm, pack)
             self.drafts = DraftModel(reader, comm, self.model.vocabulary) if with_drafts else None
             # Only rank 0 encodes images: the others receive the rows, so that all continue from the same bits.
             self.vision = VisionTower(config.vision, reader) if config.vision and comm.rank == 0 else None

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deskfleet.endpoint import EngineStats, TokenChunk
+from deskfleet.endpoint import EngineStats, EngramStats, TokenChunk
 from deskfleet.errors import RequestError
 
 Outcome = Literal["ok", "refused", "cancelled", "failed"]
@@ -32,6 +32,15 @@ _ENGINE_COUNTERS = {
 _ENGINE_GAUGES = {
     "num_running": "Requests in the engine's running batch",
     "num_waiting": "Requests waiting to join it",
+}
+_ENGRAM_COUNTERS = {
+    "num_rows": "Engram rows asked for",
+    "num_unique": "Engram rows asked for, repeats within a request left out",
+    "num_cache_hits": "Engram rows that memory answered",
+    "num_fallback_rows": "Engram rows that the second source answered, because the pack could not",
+    "num_reads": "Reads of the disk for Engram rows",
+    "read_bytes": "Bytes read for Engram rows",
+    "wait_s": "Seconds that steps waited for Engram rows, summed over ranks",
 }
 
 
@@ -55,6 +64,21 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(
                 f"deskfleet_engine_{name.removeprefix('num_')}", text, getattr(stats, name)
             )
+        yield from _engram_metrics(stats.engram)
+
+
+def _engram_metrics(stats: EngramStats) -> Iterator[Metric]:
+    for name, text in _ENGRAM_COUNTERS.items():
+        metric = name.removeprefix("num_").replace("wait_s", "wait_seconds")
+        yield CounterMetricFamily(f"deskfleet_engram_{metric}", text, getattr(stats, name))
+    errors = CounterMetricFamily(
+        "deskfleet_engram_errors",
+        "Faults met while reading Engram rows, repaired ones included",
+        labels=["kind"],
+    )
+    for kind, count in stats.errors.items():
+        errors.add_metric([kind], count)
+    yield errors
 
 
 class GatewayMetrics:
