@@ -3,9 +3,9 @@
     python tools/gen_docs.py [--check]
 
 cli.md is what each verb's --help prints, environment.md the registry in deskfleet.env, errors.md the tree in
-deskfleet.errors, chat-completions.md the tables of deskfleet.gateway.fields, benchmarks.md the files in
-bench/results. ARCHITECTURE.md carries the tree of modules, each with the first sentence of its docstring. Nothing
-of this is written by hand.
+deskfleet.errors, chat-completions.md the tables of deskfleet.gateway.fields, benchmarks.md and engram-reader.md (with
+its picture) the files in bench/results. ARCHITECTURE.md carries the tree of modules, each with the first sentence of
+its docstring. Nothing of this is written by hand.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from deskfleet.bench.engram import is_reader_result, latest, render_page, render_plot
+
 from deskfleet import env, errors
 from deskfleet.bench.report import render_report
 from deskfleet.cli.app import VERBS, main
@@ -34,7 +36,7 @@ REFERENCE = Path("docs/reference")
 WIDTH = "100"
 NOTICE = "<!-- Made by tools/gen_docs.py (make fix). Changes belong into what it describes. -->\n"
 
-COMMANDS = (*((verb,) for verb in VERBS), ("bench", "engine"))
+COMMANDS = (*((verb,) for verb in VERBS), ("bench", "engine"), ("bench", "engram"))
 
 
 def cli_page() -> str:
@@ -46,7 +48,7 @@ def cli_page() -> str:
         "## Exit codes\n",
         "| code | meaning |\n|---:|---|\n"
         "| 0 | done; for `serve` and `demo` also: stopped by Ctrl-C or SIGTERM |\n"
-        "| 1 | the verdict is no: it does not fit |\n"
+        "| 1 | the verdict is no: it does not fit, a pack is the wrong one, faults were found |\n"
         "| 2 | bad input: a flag, a variable, a file's content |\n"
         "| 3 | a machine or a file failed: a checkpoint is damaged, a port is taken, a rank died |\n"
         "| 130, 143 | interrupted by Ctrl-C, by SIGTERM |\n",
@@ -99,12 +101,33 @@ def errors_page() -> str:
 
 def benchmarks_page() -> str:
     """Return the tables of every file in bench/results."""
-    report = render_report(sorted((ROOT / "bench" / "results").glob("*.json")))
+    report = render_report([path for path in _results() if not is_reader_result(path)])
     intro = (
         "Each table comes from one file in `bench/results`. Times on shared machines are worth little; the ratios\n"
         "between rows of one table were measured side by side. `make bench` adds a file.\n"
     )
     return "\n".join(["# Benchmarks\n", NOTICE, intro, report])
+
+
+def engram_reader_page() -> str:
+    """Return targets and rates of the latest measurement of the row store."""
+    intro = (
+        "How fast rows come from the disk, beside fio and the ways of reading that people use today. fio reads\n"
+        "blocks of 4 KiB from the same files, directly, as many as the lookup needs and as many at once: a batch is\n"
+        "over when its last read is. Every ratio was measured side by side in one run; times on shared machines are\n"
+        "worth little. `make bench` adds a file.\n"
+    )
+    report = render_page(latest(_results()), "engram-reader.svg")
+    return "\n".join(["# Row store benchmark\n", NOTICE, intro, report])
+
+
+def engram_reader_plot() -> str:
+    """Return the picture of the same measurement."""
+    return render_plot(latest(_results()))
+
+
+def _results() -> list[Path]:
+    return sorted((ROOT / "bench" / "results").glob("*.json"))
 
 
 def chat_completions_page() -> str:
@@ -177,6 +200,8 @@ PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "environment.md": environment_page,
     REFERENCE / "errors.md": errors_page,
     REFERENCE / "benchmarks.md": benchmarks_page,
+    REFERENCE / "engram-reader.md": engram_reader_page,
+    REFERENCE / "engram-reader.svg": engram_reader_plot,
 }
 
 

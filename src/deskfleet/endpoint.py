@@ -6,6 +6,7 @@ processes. The gateway and the engines both import this module and never each ot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -120,10 +121,36 @@ def _gauge(text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class EngramStats:
+    """What the ranks' readers of Engram rows did since start, summed over ranks.
+
+    `errors` counts faults by kind, also those that a retry or the second source repaired.
+    """
+
+    num_rows: int = _counter("Engram rows asked for")
+    num_unique: int = _counter("Engram rows asked for, repeats within a request left out")
+    num_cache_hits: int = _counter("Engram rows that memory answered")
+    num_fallback_rows: int = _counter(
+        "Engram rows that the second source answered, because the pack could not"
+    )
+    num_reads: int = _counter("Reads of the disk for Engram rows")
+    read_bytes: int = _counter("Bytes read for Engram rows")
+    wait_s: float = _counter("Seconds that steps waited for Engram rows, summed over ranks")
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: EngramStats) -> EngramStats:
+        plain = [name for name in self.__dataclass_fields__ if name != "errors"]
+        return EngramStats(
+            **{name: getattr(self, name) + getattr(other, name) for name in plain},
+            errors=dict(Counter(self.errors) + Counter(other.errors)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start and gauges of now, read without disturbing the engine.
 
-    Each field says in its metadata which of the two it is and what it counts.
+    Each number says in its metadata which of the two it is and what it counts.
     """
 
     num_steps: int = _counter("Steps the engine has run")
@@ -151,6 +178,7 @@ class EngineStats:
     num_drafted: int = _counter("Drafts verified")
     num_accepted: int = _counter("Drafts accepted")
     num_verify_tokens: int = _counter("Tokens that came out of verifications")
+    engram: EngramStats = EngramStats()
 
 
 class TokenEngine(Protocol):
@@ -179,6 +207,7 @@ __all__ = [
     "Constraint",
     "Endpoint",
     "EngineStats",
+    "EngramStats",
     "FinishReason",
     "GenerateRequest",
     "ImageInput",

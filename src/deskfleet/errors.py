@@ -3,6 +3,8 @@
     DeskfleetError
     ├── ConfigError          bad file, key, flag, variable                      exit 2
     ├── CheckpointError      missing, short, corrupt or unexpected tensors      exit 3
+    ├── PackError            a pack of Engram rows is damaged or not written    exit 3
+    │   └── WrongPack        not of this checkpoint, or lacks columns           exit 1
     ├── DoesNotFit           the plan's verdict                                 exit 1
     ├── RequestError         one request cannot be served as asked              HTTP 400
     │   └── PromptTooLong    prompt plus output exceeds max_model_len           HTTP 400
@@ -40,6 +42,18 @@ class CheckpointError(DeskfleetError):
     """A checkpoint on disk is missing something, or holds something it should not."""
 
     exit_code = 3
+
+
+class PackError(DeskfleetError):
+    """A pack of Engram rows is damaged, is missing a file, or cannot be written."""
+
+    exit_code = 3
+
+
+class WrongPack(PackError):
+    """A sound pack of Engram rows, but of another checkpoint, or without columns that are needed."""
+
+    exit_code = 1
 
 
 class DoesNotFit(DeskfleetError):
@@ -90,7 +104,9 @@ __all__ = [
     "DeskfleetError",
     "DoesNotFit",
     "EngineError",
+    "PackError",
     "PromptTooLong",
     "RankDied",
     "RequestError",
+    "WrongPack",
 ]

@@ -48,20 +48,32 @@ def read_token_ids(path: Path) -> list[int]:
 
 
 def score_to_file(
-    checkpoint: Path, token_ids: list[int], output: Path, *, tp_size: int = 1, chunk: int | None = None
+    checkpoint: Path,
+    token_ids: list[int],
+    output: Path,
+    *,
+    tp_size: int = 1,
+    chunk: int | None = None,
+    engram_pack: Path | None = None,
+    engram_second_source: bool = False,
 ) -> Score:
     """Run `token_ids` through the model and write the logits of every position to `output`.
 
     `chunk` is how many tokens go through in one step; None takes them all at once. Row i ranks the token after
-    position i. Raises ConfigError for an output that cannot be written (before anything is loaded), and what
-    the engine raises.
+    position i. The Engram options are those of EngineOptions. Raises ConfigError for an output that cannot be written
+    (before anything is loaded), and what the engine raises.
     """
     if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk {chunk} is less than 1")
     _check_output(output)
     begin = time.monotonic()
     with LLM(
-        checkpoint, tp_size=tp_size, max_num_seqs=1, max_num_batched_tokens=chunk or len(token_ids)
+        checkpoint,
+        tp_size=tp_size,
+        max_num_seqs=1,
+        max_num_batched_tokens=chunk or len(token_ids),
+        engram_pack=engram_pack,
+        engram_second_source=engram_second_source,
     ) as llm:
         logits = llm.score(token_ids)
     data = save({LOGITS_KEY: np.ascontiguousarray(logits, dtype=np.float32)})

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from deskfleet.endpoint import Endpoint, GenerateRequest, SamplingParams
-from deskfleet.engine.client import EngineClient, EngineOptions, LoadedRank, LoadProgress
+from deskfleet.engine.client import EngineClient, EngineOptions, EngramSource, LoadedRank, LoadProgress
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.app import serving
 from deskfleet.gateway.settings import GatewaySettings
@@ -53,6 +53,7 @@ class Ready:
 
     endpoint: Endpoint
     ranks: tuple[LoadedRank, ...]
+    engram: EngramSource | None
 
     @property
     def tp_size(self) -> int:
@@ -81,6 +82,7 @@ async def serve(
     """Serve a checkpoint until `until` is set, at whatever stage that happens; nothing is left running.
 
     Raises CheckpointError for a checkpoint that cannot be opened; ConfigError for options it was not made for;
+    PackError or WrongPack for a pack of Engram rows that does not serve it;
     DeskfleetError when the port is taken, before any weight is read; EngineError (RankDied) when the launch
     check or, later, a rank fails, once the clients that were waiting have been told.
     """
@@ -107,7 +109,7 @@ async def _launch(options: ServeOptions, on_event: Callable[[ServeEvent], None])
         on_event(RanksReady(ranks))
         await check_answers(engine)
         async with serving(engine, settings) as endpoint:
-            on_event(Ready(endpoint, ranks))
+            on_event(Ready(endpoint, ranks, engine.engram))
             failure = await engine.wait_failed()
             await asyncio.sleep(_LAST_WORDS_S)
             raise failure

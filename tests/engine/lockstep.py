@@ -23,6 +23,7 @@ from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.packs import PackedTables
 
 
 class Exchange:
@@ -119,6 +120,7 @@ class Lockstep:
         pad_compressed_id: int,
         allocate: Allocate | None = None,
         with_drafts: bool = False,
+        pack: PackedTables | None = None,
     ) -> None:
         self.plan = ShardPlan(checkpoint.config, Layout(tp_size))
         self.not_finite: list[str] = []
@@ -132,6 +134,7 @@ class Lockstep:
                 pad_compressed_id=pad_compressed_id,
                 allocate=allocate,
                 with_drafts=with_drafts,
+                pack=pack,
             )
             for rank in range(tp_size)
         ]

@@ -22,9 +22,10 @@ from chat_scripts import (
     settings,
 )
 
-from deskfleet.endpoint import Endpoint
+from deskfleet.endpoint import Endpoint, EngineStats, EngramStats
 from deskfleet.errors import CheckpointError, ConfigError
 from deskfleet.gateway.app import create_app, serve, serving
+from deskfleet.gateway.metrics import GatewayMetrics
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.testing.scripted import Script, ScriptedEngine
 
@@ -96,6 +97,21 @@ async def test_metrics_count_what_happened() -> None:
         assert line in text.splitlines(), line
     assert dead.status_code == 200
     assert "deskfleet_engine_up 0.0" in dead.text.splitlines()
+
+
+def test_metrics_of_engram_rows() -> None:
+    engram = EngramStats(
+        num_rows=96, num_fallback_rows=2, read_bytes=8192, wait_s=0.25, errors={"checksum": 3}
+    )
+    lines = GatewayMetrics().render(EngineStats(engram=engram)).decode().splitlines()
+    for line in (
+        "deskfleet_engram_rows_total 96.0",
+        "deskfleet_engram_fallback_rows_total 2.0",
+        "deskfleet_engram_read_bytes_total 8192.0",
+        "deskfleet_engram_wait_seconds_total 0.25",
+        'deskfleet_engram_errors_total{kind="checksum"} 3.0',
+    ):
+        assert line in lines, line
 
 
 async def test_a_running_request_shows_in_the_gauges() -> None:

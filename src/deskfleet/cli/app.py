@@ -26,7 +26,8 @@ from deskfleet.errors import ConfigError, DeskfleetError
 VERBS = {
     "serve": "Serve a checkpoint on an OpenAI-compatible endpoint.",
     "chat": "Talk to a checkpoint or to a running server.",
-    "inspect": "Say what a checkpoint holds, and what each rank would hold.",
+    "inspect": "Say what a checkpoint or a pack holds, and what is wrong.",
+    "pack": "Pack a checkpoint's Engram rows into files with checksums.",
     "score": "Write the logits of every position of a token sequence.",
     "selfcheck": "Check that answers do not depend on how they are made.",
     "make-tiny": "Make a small random checkpoint in the published format.",

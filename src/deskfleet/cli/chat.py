@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deskfleet.cli.flags import ENGINE, HOST, PORT, Json, MaxModelLen
+from deskfleet.cli.flags import ENGINE, HOST, PORT, EngramPack, EngramSecondSource, Json, MaxModelLen
 from deskfleet.cli.terminal import print_json, printable, report_error, say, talk_console
 from deskfleet.engine.client import EngineOptions
 from deskfleet.errors import ConfigError, RequestError
@@ -48,6 +48,8 @@ def run(
         int | None, typer.Option("--tp", metavar="N", help="Ranks, when a CHECKPOINT is served. [default: 1]")
     ] = None,
     max_model_len: MaxModelLen = None,
+    engram_pack: EngramPack = ENGINE.engram_pack,
+    engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
     as_json: Json = False,
 ) -> None:
     """Talk to a checkpoint or to a running server.
@@ -60,9 +62,17 @@ def run(
         if target.startswith(("http://", "https://")):
             if tp is not None or max_model_len is not None:
                 raise ConfigError(f"--tp and --max-model-len are decided by the server at {target}")
+            if engram_pack is not None or engram_second_source:
+                raise ConfigError(f"where Engram rows are read is decided by the server at {target}")
             url = target
         else:
-            url = _serve(stack, Path(target), tp, max_model_len)
+            engine = EngineOptions(
+                tp_size=ENGINE.tp_size if tp is None else tp,
+                max_model_len=max_model_len,
+                engram_pack=engram_pack,
+                engram_second_source=engram_second_source,
+            )
+            url = _serve(stack, Path(target), engine)
         runner = stack.enter_context(asyncio.Runner())
         conversation = _Conversation(runner, url, fields, as_json=as_json)
         stack.callback(conversation.close)
@@ -80,17 +90,14 @@ def _request_fields(*, thinking: bool | None, **fields: Any) -> dict[str, Any]:
     return given
 
 
-def _serve(stack: ExitStack, checkpoint: Path, tp: int | None, max_model_len: int | None) -> str:
+def _serve(stack: ExitStack, checkpoint: Path, engine: EngineOptions) -> str:
     """Serve `checkpoint` on a free port until `stack` is left; return where."""
     from deskfleet.cli.loading import LoadReport
     from deskfleet.serve import ServeOptions, ServerThread, default_model_id
 
     options = ServeOptions(
         gateway=GatewaySettings(model_id=default_model_id(checkpoint), checkpoint=checkpoint, port=0),
-        engine=EngineOptions(
-            tp_size=ENGINE.tp_size if tp is None else tp,
-            max_model_len=max_model_len,
-        ),
+        engine=engine,
     )
     with LoadReport() as report:
         ready = stack.enter_context(ServerThread(options, on_event=report.show))

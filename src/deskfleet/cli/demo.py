@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deskfleet.cli.flags import PORT, Json, Port, TensorParallel
+from deskfleet.cli.flags import ENGINE, PORT, EngramPack, EngramSecondSource, Json, Port, TensorParallel
 from deskfleet.cli.serve import how_to_talk, ready_object
 from deskfleet.cli.terminal import print_json, printable, say
 from deskfleet.engine.client import EngineOptions
@@ -38,6 +38,8 @@ def run(
     ] = "What is the capital of Portugal?",
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 48,
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
+    engram_pack: EngramPack = ENGINE.engram_pack,
+    engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
     as_json: Json = False,
 ) -> None:
     """Serve a small checkpoint, ask one question, and stay up.
@@ -58,7 +60,8 @@ def run(
     except DeskfleetError as error:
         say(f"{error.message}; using a free one instead")
         settings = dataclasses.replace(settings, port=0)
-    options = ServeOptions(gateway=settings, engine=EngineOptions(tp_size=tp))
+    engine = EngineOptions(tp_size=tp, engram_pack=engram_pack, engram_second_source=engram_second_source)
+    options = ServeOptions(gateway=settings, engine=engine)
     with LoadReport() as report:
         demo = _Demo(report.show, question, max_tokens=max_tokens, once=once, as_json=as_json)
         asyncio.run(demo.run(options))

@@ -42,6 +42,19 @@ ThreadsPerRank = Annotated[
         help="CPU threads of each rank. [default: the cores, shared out]",
     ),
 ]
+EngramPack = Annotated[
+    Path | None,
+    typer.Option(
+        "--engram-pack", metavar="DIR", help="Pack to read Engram rows from. [default: the published shards]"
+    ),
+]
+EngramSecondSource = Annotated[
+    bool,
+    typer.Option(
+        "--engram-second-source",
+        help="Rows that the pack cannot give are read from the published shards, and counted.",
+    ),
+]
 
 DecodeContextParallel = Annotated[
     int, typer.Option("--dcp", metavar="N", help="Ranks of --tp that share out the KV cache; divides --tp.")
@@ -112,6 +125,8 @@ __all__ = [
     "CheckpointArgument",
     "DecodeContextParallel",
     "DecoderReplay",
+    "EngramPack",
+    "EngramSecondSource",
     "Host",
     "Json",
     "KvCacheTokens",

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from deskfleet.cli.flags import ENGINE, CheckpointArgument, Json, TensorParallel
+from deskfleet.cli.flags import (
+    ENGINE,
+    CheckpointArgument,
+    EngramPack,
+    EngramSecondSource,
+    Json,
+    TensorParallel,
+)
 from deskfleet.cli.terminal import print_json
 
 
@@ -29,6 +36,8 @@ def run(
         int | None,
         typer.Option("--chunk", metavar="N", help="Tokens of one step. [default: all at once]"),
     ] = None,
+    engram_pack: EngramPack = ENGINE.engram_pack,
+    engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
     as_json: Json = False,
 ) -> None:
     """Write the logits of every position of a token sequence.
@@ -38,7 +47,15 @@ def run(
     """
     from deskfleet.score import read_token_ids, score_to_file
 
-    score = score_to_file(checkpoint, read_token_ids(ids), logits, tp_size=tp, chunk=chunk)
+    score = score_to_file(
+        checkpoint,
+        read_token_ids(ids),
+        logits,
+        tp_size=tp,
+        chunk=chunk,
+        engram_pack=engram_pack,
+        engram_second_source=engram_second_source,
+    )
     if as_json:
         print_json(
             {

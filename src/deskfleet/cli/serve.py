@@ -20,6 +20,8 @@ from deskfleet.cli.flags import (
     CheckpointArgument,
     DecodeContextParallel,
     DecoderReplay,
+    EngramPack,
+    EngramSecondSource,
     Host,
     Json,
     KvCacheTokens,
@@ -78,6 +80,8 @@ def run(
     prefix_cache: PrefixCache = ENGINE.prefix_cache,
     prefix_replay: Replay = ENGINE.prefix_replay,
     decoder_replay: DecoderReplay = ENGINE.decoder_replay,
+    engram_pack: EngramPack = ENGINE.engram_pack,
+    engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
     as_json: Json = False,
 ) -> None:
     """Serve a checkpoint on an OpenAI-compatible endpoint.
@@ -110,6 +114,8 @@ def run(
             prefix_cache=prefix_cache,
             prefix_replay=prefix_replay,
             decoder_replay=decoder_replay,
+            engram_pack=engram_pack,
+            engram_second_source=engram_second_source,
         ),
     )
     with LoadReport() as report:
@@ -143,6 +149,9 @@ def announce(event: Ready, *, as_json: bool) -> None:
     say(
         f"{endpoint.model_id} answers at {endpoint.url}/v1 ({endpoint.max_model_len:,} tokens). Ctrl-C stops it."
     )
+    if event.engram is not None:
+        second = f", then {event.engram.second_source}" if event.engram.second_source else ""
+        say(f"Engram rows: {event.engram.source}{second}; {event.engram.backend}")
     say(how_to_talk(event))
 
 
@@ -154,6 +163,7 @@ def ready_object(event: Ready) -> dict[str, Any]:
         "model": event.endpoint.model_id,
         "max_model_len": event.endpoint.max_model_len,
         "tp_size": event.tp_size,
+        "engram": None if event.engram is None else dataclasses.asdict(event.engram),
         "ranks": [dataclasses.asdict(rank) for rank in event.ranks],
     }
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, TokenChunk
+from deskfleet.endpoint import EngineStats, EngramStats, GenerateRequest, SamplingParams, TokenChunk
 from deskfleet.engine import messages
 from deskfleet.engine.constraints import check_constraint
 from deskfleet.engine.images import PreparedImage, prepare_image
@@ -36,6 +36,9 @@ from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.packs import check_pack
+
+PUBLISHED_SHARDS = "published shards"
 
 _SETTLE_S = 0.5  # after one rank ends, how long others may still report why
 _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
@@ -47,6 +50,9 @@ class EngineOptions:
 
     `kv_cache_tokens` is the capacity of the pool of compressed KV; `num_window_tails` the windows kept of requests that
     have ended. Each of `dcp_size` ranks holds a share of the pool. `speculation` is read by SpeculationOptions.parse.
+
+    `engram_pack` is a pack of the checkpoint's Engram rows to read instead of the published shards; with
+    `engram_second_source` the shards answer for rows that it cannot give, and such rows are counted.
     """
 
     tp_size: int = 1
@@ -62,6 +68,8 @@ class EngineOptions:
     prefix_replay: PrefixReplay = "window"
     speculation: str = "off"
     decoder_replay: bool = False
+    engram_pack: Path | None = None
+    engram_second_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +83,29 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """One rank that is ready. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own."""
+    """One rank that is ready. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own.
+
+    `engram` says how it reads Engram rows, None when it reads none.
+    """
 
     rank: int
     pid: int
     weight_bytes: int
     cache_bytes: int
     load_s: float
+    engram: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngramSource:
+    """Where the ranks read Engram rows: a pack's directory or PUBLISHED_SHARDS. `second_source` answers for the rest.
+
+    `backend` is what a rank says of its reader.
+    """
+
+    source: str
+    second_source: str | None
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +140,24 @@ class EngineClient:
         *,
         on_load: Callable[[LoadProgress], None] | None = None,
     ) -> None:
-        """Check everything that can be checked before a process starts. Raises ConfigError, CheckpointError."""
+        """Check everything that can be checked before a process starts.
+
+        Raises ConfigError, CheckpointError, and for a pack of Engram rows PackError or WrongPack.
+        """
         self.checkpoint = checkpoint
         self.options = options or EngineOptions()
         self._on_load = on_load
         _check_options(self.options)
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
-        ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
         self._limits = _resolve_limits(checkpoint, self.options, self._max_model_len)
+        plan = ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
+        _check_pack(checkpoint, plan, self.options)
         self._tokenizer = load_tokenizer(checkpoint.directory)
         self._ranks: list[RankProcess] = []
         self._ended: list[RankProcess] = []  # in the order in which their ends were noticed
         self._pending: dict[str, _Pending] = {}
         self._stats = EngineStats()
+        self._engram: dict[int, EngramStats] = {}  # by rank
         self._failure: EngineError | None = None
         self._failed = asyncio.Event()
         self._settled = asyncio.Event()  # all ranks are ready, or never will be
@@ -152,7 +181,7 @@ class EngineClient:
     async def stats(self) -> EngineStats:
         """Counters after the latest step. Raises EngineError when the group is dead."""
         self._check_alive()
-        return self._stats
+        return replace(self._stats, engram=sum(self._engram.values(), EngramStats()))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the tokens of one request as they come (see TokenEngine.generate)."""
@@ -189,7 +218,14 @@ class EngineClient:
         self._check_alive()
         ready = [(rank, rank.ready.result()) for rank in self._ranks]
         return tuple(
-            LoadedRank(rank.number, rank.process.pid, report.weight_bytes, report.cache_bytes, report.load_s)
+            LoadedRank(
+                rank=rank.number,
+                pid=rank.process.pid,
+                weight_bytes=report.weight_bytes,
+                cache_bytes=report.cache_bytes,
+                load_s=report.load_s,
+                engram=report.engram,
+            )
             for rank, report in ready
         )
 
@@ -202,6 +238,19 @@ class EngineClient:
                 rank.number, None if rank.heard_at_s is None else now_s - rank.heard_at_s, rank.num_passes
             )
             for rank in self._ranks
+        )
+
+    @property
+    def engram(self) -> EngramSource | None:
+        """Where Engram rows come from; None when there are none. Raises EngineError while the group is loading."""
+        backend = next((rank.engram for rank in self.ranks if rank.engram is not None), None)
+        if backend is None:
+            return None
+        pack = self.options.engram_pack
+        return EngramSource(
+            source=PUBLISHED_SHARDS if pack is None else str(pack),
+            second_source=PUBLISHED_SHARDS if self.options.engram_second_source else None,
+            backend=backend,
         )
 
     # --- life -----------------------------------------------------------------------------------------
@@ -274,6 +323,8 @@ class EngineClient:
                 rank=rank,
                 tp_size=options.tp_size,
                 checkpoint=str(self.checkpoint.directory),
+                engram_pack=None if options.engram_pack is None else str(options.engram_pack),
+                engram_second_source=options.engram_second_source,
                 control_socket=socket_path,
                 rendezvous=f"file://{directory}/rendezvous",
                 limits=self._limits,
@@ -360,6 +411,8 @@ class EngineClient:
             for output in report.outputs:
                 if output.request_id in self._pending:
                     self._pending[output.request_id].outputs.put_nowait(output)
+        elif isinstance(report, messages.EngramReads):
+            self._engram[report.rank] = report.stats
         elif isinstance(report, messages.Loading):
             if self._on_load is not None:
                 self._on_load(LoadProgress(report.rank, report.done_bytes, report.total_bytes))
@@ -485,6 +538,21 @@ def _resolve_limits(checkpoint: Checkpoint, options: EngineOptions, max_model_le
     )
 
 
+def _check_pack(checkpoint: Checkpoint, plan: ShardPlan, options: EngineOptions) -> None:
+    if options.engram_pack is None:
+        if options.engram_second_source:
+            raise ConfigError(
+                "engram_second_source is for a pack, and there is none", hint="name one: --engram-pack DIR"
+            )
+        return
+    if not checkpoint.config.engram_layer_ids:
+        raise ConfigError(
+            f"{checkpoint.directory} has no Engram layers for which to read {options.engram_pack}"
+        )
+    columns = [plan.engram_columns(rank) for rank in range(options.tp_size)]
+    check_pack(options.engram_pack, checkpoint.directory, columns)
+
+
 def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
     limit = checkpoint.config.max_position_embeddings
     if asked is None:
@@ -497,4 +565,12 @@ def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
     return asked
 
 
-__all__ = ["EngineClient", "EngineOptions", "LoadProgress", "LoadedRank", "RankPulse"]
+__all__ = [
+    "PUBLISHED_SHARDS",
+    "EngineClient",
+    "EngineOptions",
+    "EngramSource",
+    "LoadProgress",
+    "LoadedRank",
+    "RankPulse",
+]

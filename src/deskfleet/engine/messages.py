@@ -9,7 +9,7 @@ import struct
 
 import msgspec
 
-from deskfleet.endpoint import EngineStats, FinishReason, SamplingParams, TokenLogprob
+from deskfleet.endpoint import EngineStats, EngramStats, FinishReason, SamplingParams, TokenLogprob
 from deskfleet.engine.tables import TableUpdate
 
 _LENGTH = struct.Struct("<Q")
@@ -73,12 +73,13 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank is loaded and has met the others."""
+    """A rank is loaded and has met the others. `engram` says how it reads Engram rows, None when it reads none."""
 
     rank: int
     weight_bytes: int
     cache_bytes: int
     load_s: float
+    engram: str | None
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
@@ -104,6 +105,13 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class EngramReads(msgspec.Struct, frozen=True, tag=True):
+    """What one rank's reader of Engram rows did since start."""
+
+    rank: int
+    stats: EngramStats
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A rank raised and is about to exit. `is_peer_loss`: it only noticed that another rank is gone."""
 
@@ -120,7 +128,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     num_passes: int
 
 
-Report = Hello | Loading | Ready | StepOutput | Heartbeat | Failed
+Report = Hello | Loading | Ready | StepOutput | EngramReads | Heartbeat | Failed
 
 
 class SegmentMessage(msgspec.Struct, frozen=True):
@@ -203,6 +211,7 @@ __all__ = [
     "Command",
     "DraftMessage",
     "DraftRequest",
+    "EngramReads",
     "Failed",
     "Heartbeat",
     "Hello",

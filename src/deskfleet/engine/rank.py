@@ -26,6 +26,7 @@ from deskfleet.engine import messages
 from deskfleet.engine.constraints import ConstraintCompiler
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.model.engram import Tables
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
@@ -34,6 +35,7 @@ from deskfleet.errors import DeskfleetError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.names import TensorClass
+from deskfleet.model.packs import PackedTables
 from deskfleet_engram.errors import EngramError
 from deskfleet_engram.tokens import check_size, compressed_token_map
 
@@ -131,20 +133,21 @@ def run(spec: RankSpec, control: Control) -> None:
         pad_compressed_id=int(compressed[checkpoint.config.engram_pad_token_id]),
         with_drafts=with_drafts,
         on_read=progress.add,
+        pack=_pack(spec),
     )
     control.beat(spec.rank, lambda: runner.num_passes)
     # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
     core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
-    control.send(
-        messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, time.monotonic() - begin)
-    )
+    load_s = time.monotonic() - begin
+    tables = runner.model.tables
+    control.send(messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report))
     if core is not None:
-        _lead(core, control)
+        _lead(core, tables, control)
         runner.stop()
     else:
         control.exit_with_supervisor()
         while runner.follow():
-            pass
+            control.send(messages.EngramReads(spec.rank, tables.stats))
     runner.close()
 
 
@@ -169,7 +172,13 @@ def _speculation(spec: RankSpec, checkpoint: Checkpoint) -> SpeculationOptions:
     return SpeculationOptions.parse(spec.speculation, checkpoint.config.dspark_block_size)
 
 
-def _lead(core: EngineCore, control: Control) -> None:
+def _pack(spec: RankSpec) -> PackedTables | None:
+    if spec.engram_pack is None:
+        return None
+    return PackedTables(Path(spec.engram_pack), spec.engram_second_source)
+
+
+def _lead(core: EngineCore, tables: Tables, control: Control) -> None:
     while True:
         before, outputs = core.stats, []
         for command in control.receive(block=not core.has_work):
@@ -182,6 +191,7 @@ def _lead(core: EngineCore, control: Control) -> None:
                 core.cancel(command)
         if core.has_work:
             outputs += core.step()
+            control.send(messages.EngramReads(0, tables.stats))
         if outputs or core.stats != before:
             control.send(messages.StepOutput(tuple(outputs), core.stats))
 

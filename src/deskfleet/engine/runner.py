@@ -28,6 +28,7 @@ from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layout import ShardPlan
+from deskfleet.model.packs import PackedTables
 
 
 class ModelRunner:
@@ -44,6 +45,7 @@ class ModelRunner:
         with_drafts: bool = False,
         allocate: Allocate | None = None,
         on_read: Callable[[int], None] | None = None,
+        pack: PackedTables | None = None,
     ) -> None:
         config = checkpoint.config
         self.config = config
@@ -56,7 +58,7 @@ class ModelRunner:
             torch.inference_mode(),
             ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader,
         ):
-            self.model = V41Model(reader, comm, dcp)
+            self.model = V41Model(reader, comm, dcp, pack)
             self.drafts = DraftModel(reader, comm, self.model.vocabulary) if with_drafts else None
             # Only rank 0 encodes images: the others receive the rows, so that all continue from the same bits.
             self.vision = VisionTower(config.vision, reader) if config.vision and comm.rank == 0 else None

@@ -14,6 +14,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     tp_size: int
     checkpoint: str
+    engram_pack: str | None
+    engram_second_source: bool
     control_socket: str
     rendezvous: str
     limits: RunnerLimits

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deskfleet.endpoint import EngineStats, TokenChunk
+from deskfleet.endpoint import EngineStats, EngramStats, TokenChunk
 from deskfleet.errors import RequestError
 
 Outcome = Literal["ok", "refused", "cancelled", "failed"]
@@ -37,11 +37,27 @@ class _EngineCollector(Collector):
         )
         if stats is None:
             return
-        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-        for each in fields(stats):
-            family = families[each.metadata["kind"]]
-            name = f"deskfleet_engine_{each.name.removeprefix('num_')}"
-            yield family(name, each.metadata["help"], getattr(stats, each.name))
+        yield from _families("deskfleet_engine", stats)
+        yield from _families("deskfleet_engram", stats.engram)
+        errors = CounterMetricFamily(
+            "deskfleet_engram_errors",
+            "Faults met while reading Engram rows, repaired ones included",
+            labels=["kind"],
+        )
+        for kind, count in stats.engram.errors.items():
+            errors.add_metric([kind], count)
+        yield errors
+
+
+def _families(prefix: str, stats: EngineStats | EngramStats) -> Iterator[Metric]:
+    """A metric for every field that says what kind it is."""
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+    for each in fields(stats):
+        if "kind" in each.metadata:
+            name = each.name.removeprefix("num_").replace("wait_s", "wait_seconds")
+            yield kinds[each.metadata["kind"]](
+                f"{prefix}_{name}", each.metadata["help"], getattr(stats, each.name)
+            )
 
 
 class GatewayMetrics:

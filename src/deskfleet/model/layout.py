@@ -19,6 +19,7 @@ from deskfleet.errors import ConfigError
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.engram import engram_geometry
 from deskfleet.model.names import TensorClass, TensorSpec, expected_tensors
+from deskfleet_engram.ownership import ColumnOwnership
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class ShardPlan:
 
     Attention is cut by output group, so that a group's heads, its `wo_a` rows and its `wo_b` columns stay
     together; embeddings and heads by vocabulary row; routed experts whole; Engram tables by column, strided
-    (column c belongs to rank c % tp_size). Everything else, indexers and shared experts too, is replicated.
+    (`engram_ownership`). Everything else, indexers and shared experts too, is replicated.
 
     `engram_column_rows` holds the rows of every column of every Engram table. None derives them from the
     configuration. Raises ConfigError when they contradict the configuration, or when a cut would divide the
@@ -126,7 +127,7 @@ class ShardPlan:
         self.vocab_per_rank = _share(config.vocab_size, layout.tp_size)
         self.experts_per_rank = _share(config.n_routed_experts, layout.tp_size)
         self.draft_experts_per_rank = _share(config.dspark_n_routed_experts, layout.tp_size)
-        self.engram_columns_per_rank = _share(config.engram_num_columns, layout.tp_size)
+        self.engram_ownership = ColumnOwnership.split(config.engram_num_columns, layout.tp_size)
         self._cuts = self._make_cuts()
         self._check_blocks()
 
@@ -154,7 +155,12 @@ class ShardPlan:
     def engram_columns(self, rank: int) -> tuple[int, ...]:
         """Engram columns that `rank` holds, ascending; fewer than `engram_columns_per_rank` when padded."""
         self._check_rank(rank)
-        return tuple(range(rank, self.config.engram_num_columns, self.layout.tp_size))
+        return self.engram_ownership.columns(rank)
+
+    @property
+    def engram_columns_per_rank(self) -> int:
+        """Places for Engram columns on every rank, padding included."""
+        return self.engram_ownership.columns_per_rank
 
     def shard(self, name: str, rank: int) -> TensorShard:
         """Return what `rank` holds of tensor `name`. Raises ConfigError for an unknown name or rank."""

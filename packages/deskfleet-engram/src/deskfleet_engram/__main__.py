@@ -14,12 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deskfleet_engram._native import library
-from deskfleet_engram.blocks import current_accelerator, use_accelerator
-from deskfleet_engram.errors import EngramError, NativeError
+from deskfleet_engram.errors import EngramError, SelectionError
 from deskfleet_engram.manifest import read_manifest
-from deskfleet_engram.native_blocks import NativeBlocks
-from deskfleet_engram.ownership import ColumnOwnership
+from deskfleet_engram.native_blocks import use_native_blocks
+from deskfleet_engram.ownership import select_columns, spell_numbers
 from deskfleet_engram.pack import PackProgress, pack
 from deskfleet_engram.source import open_source, read_spec
 from deskfleet_engram.unpack import unpack
@@ -48,42 +46,36 @@ def main(argv: list[str] | None = None) -> int:
 
 def _use_fastest() -> str:
     """Have blocks encoded and checked by native code where it is installed; return what does it."""
-    try:
-        use_accelerator(NativeBlocks(library()))
-    except NativeError as error:
-        print(f"note: blocks go through numpy, which is ten times slower: {error.message}", file=sys.stderr)
-    accelerator = current_accelerator()
-    return "numpy" if accelerator is None else accelerator.name
+    why_not = use_native_blocks()
+    if why_not is None:
+        return "native"
+    print(f"note: blocks go through numpy, which is ten times slower: {why_not}", file=sys.stderr)
+    return "numpy"
 
 
 def _pack(args: argparse.Namespace) -> int:
+    try:
+        columns = select_columns(
+            read_spec(args.model),
+            layers=args.layers,
+            columns=args.columns,
+            rank=args.rank,
+            world_size=args.world_size,
+        )
+    except SelectionError as error:
+        args.fail(error.message)
     encoder = _use_fastest()
     source = open_source(args.model, repo=args.repo, revision=args.revision)
     report = pack(
         source,
         args.pack_dir,
-        columns=_columns(args),
+        columns=columns,
         on_progress=_throttled(_pack_line),
         max_bytes_per_s=args.max_rate,
         restart=args.restart,
         allow_holes=args.allow_holes,
     )
-    result = {
-        "pack_dir": str(report.pack_dir),
-        "pack_id": f"{report.pack_id:016x}",
-        "num_packed": report.num_packed,
-        "num_kept": report.num_kept,
-        "num_adopted": report.num_adopted,
-        "resumed_bytes": report.resumed_bytes,
-        "packed_bytes": report.packed_bytes,
-        "elapsed_s": report.elapsed_s,
-        "encoder": encoder,
-    }
-    text = (
-        f"{report.pack_dir}: pack {report.pack_id:016x}, {report.num_packed} columns packed, {report.num_kept} kept, "
-        f"{report.num_adopted} adopted, {report.packed_bytes:,} bytes in {report.elapsed_s:.1f} s"
-    )
-    _print(args, result, [text])
+    _print(args, {**report.to_dict(), "encoder": encoder}, [str(report)])
     return 0
 
 
@@ -100,28 +92,8 @@ def _verify(args: argparse.Namespace) -> int:
         seed=args.seed,
         on_progress=_throttled(_verify_line),
     )
-    result = {
-        "pack_dir": str(args.pack_dir),
-        "is_sound": report.is_sound,
-        "level": report.level,
-        "num_files": report.num_files,
-        "num_blocks": report.num_blocks,
-        "num_compared": report.num_compared,
-        "num_bytes": report.num_bytes,
-        "num_faults": report.num_faults,
-        "faults": [
-            {"file": f.file, "block": f.block, "row": f.row, "kind": f.kind, "detail": f.detail}
-            for f in report.faults
-        ],
-        "elapsed_s": report.elapsed_s,
-        "checker": checker,
-    }
-    verdict = "sound" if report.is_sound else f"{report.num_faults} faults"
-    text = (
-        f"{args.pack_dir}: {verdict} ({report.level}: {report.num_files} files, {report.num_blocks:,} blocks, "
-        f"{report.num_compared:,} rows compared with the source)"
-    )
-    _print(args, result, [*map(str, report.faults), text])
+    result = {"pack_dir": str(args.pack_dir), **report.to_dict(), "checker": checker}
+    _print(args, result, [*map(str, report.faults), f"{args.pack_dir}: {report}"])
     return 0 if report.is_sound else 1
 
 
@@ -159,7 +131,7 @@ def _info(args: argparse.Namespace) -> int:
     manifest = read_manifest(args.pack_dir)
     identity = manifest.identity
     columns = {str(layer): list(manifest.columns(layer)) for layer in identity.layers}
-    num_bytes = sum(identity.layout(file.layer, file.column).file_bytes for file in manifest.files)
+    num_bytes = sum(map(manifest.num_bytes, identity.layers))
     result = {
         "pack_dir": str(args.pack_dir),
         "pack_id": f"{identity.pack_id:016x}",
@@ -176,31 +148,11 @@ def _info(args: argparse.Namespace) -> int:
         f"rows: {identity.rows.name}, {identity.rows.row_bytes} bytes, {identity.rows.rows_per_block} per block",
     ]
     for layer in identity.layers:
-        lines.append(
-            f"layer {layer}: columns {_ranges(manifest.columns(layer))} of {identity.geometry.spec.num_columns}"
-        )
+        held = spell_numbers(manifest.columns(layer))
+        lines.append(f"layer {layer}: columns {held} of {identity.geometry.spec.num_columns}")
     lines.append(f"{len(manifest.files)} files, {num_bytes:,} bytes")
     _print(args, result, lines)
     return 0
-
-
-def _columns(args: argparse.Namespace) -> list[tuple[int, int]] | None:
-    """Return the columns that --columns, --layers, --rank and --world-size name; None for all."""
-    if (args.rank is None) != (args.world_size is None):
-        args.fail("--rank and --world-size go together")
-    if args.columns is None and args.layers is None and args.rank is None:
-        return None
-    spec = read_spec(args.model)
-    columns = tuple(args.columns or range(spec.num_columns))
-    if not set(columns) <= set(range(spec.num_columns)):
-        args.fail(f"--columns are 0 to {spec.num_columns - 1}")
-    if not set(args.layers or ()) <= set(spec.layer_ids):
-        args.fail(f"--layers are {', '.join(map(str, spec.layer_ids))}")
-    if args.rank is not None:
-        if not 0 <= args.rank < args.world_size:
-            args.fail(f"--rank is 0 to {args.world_size - 1}")
-        columns = ColumnOwnership.split(spec.num_columns, args.world_size).columns(args.rank)
-    return [(layer, column) for layer in args.layers or spec.layer_ids for column in columns]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -273,17 +225,6 @@ def _rate(text: str) -> float:
     if not 0 < rate < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no rate")
     return rate
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Spell (0, 1, 2, 5) as "0-2,5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts) or "none"
 
 
 def _print(args: argparse.Namespace, result: Any, lines: list[str]) -> None:

@@ -9,12 +9,13 @@ EngramError
 ├── FormatError       a packed file, manifest or journal that breaks the format                            exit 3
 ├── IdentityError     a sound pack, but of another checkpoint, column, row format or version               exit 1
 ├── NativeError       the native library is missing, or finds no way to read on this machine               exit 3
+├── SelectionError    a rank, layers or columns that the tables do not have                                exit 2
 └── PackError         packing cannot go on                                                                 exit 3
     └── SpaceError    the pack does not fit the disk                                                       exit 1
 ```
 
 Messages say what happened with the operands, in lower case without a full stop; `hint` says what to do next.
-`exit_code` is what `python -m deskfleet_engram` returns (1 verdict no, 3 a machine or file failed).
+`exit_code` is what `python -m deskfleet_engram` returns (1 verdict no, 2 bad input, 3 a machine or file failed).
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ class NativeError(EngramError):
     """The native library was asked for and cannot serve: missing, of another version, or without a backend."""
 
 
+class SelectionError(EngramError):
+    """A rank, layers or columns were asked for that the tables do not have, or a rank without a number of ranks."""
+
+    exit_code = 2
+
+
 class PackError(EngramError):
     """Packing stopped: the disk or the source failed, the source changed, or another process packs."""
 
@@ -108,6 +115,7 @@ __all__ = [
     "NativeError",
     "PackError",
     "RowError",
+    "SelectionError",
     "SourceError",
     "SpaceError",
 ]

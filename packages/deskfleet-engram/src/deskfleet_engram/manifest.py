@@ -20,7 +20,7 @@ from deskfleet_engram.errors import FormatError, GeometryError, IdentityError
 from deskfleet_engram.fields import Fields
 from deskfleet_engram.format import BLOCK_BYTES, MAJOR, MINOR, ColumnLayout, RowFormat, row_format
 from deskfleet_engram.geometry import EngramGeometry, EngramSpec
-from deskfleet_engram.source import Source, SourceTable, TensorSpan, read_rows
+from deskfleet_engram.source import Source, SourceTable, TensorSpan, open_source, read_rows
 
 MANIFEST_NAME = "engram.json"
 SAMPLES_PER_COLUMN = 16
@@ -90,6 +90,11 @@ class Manifest:
     def columns(self, layer: int) -> tuple[int, ...]:
         """Return the columns of a layer that the pack holds, ascending."""
         return tuple(file.column for file in self.files if file.layer == layer)
+
+    def num_bytes(self, layer: int) -> int:
+        """Return the bytes of a layer's files."""
+        columns = self.columns(layer)
+        return sum(self.identity.layout(layer, column).file_bytes for column in columns)
 
 
 def canonical_json(document: Any) -> bytes:
@@ -222,6 +227,16 @@ def read_manifest(pack_dir: Path) -> Manifest:
         raise FormatError(f"{path}: {error.message}", hint=error.hint) from error
     except IdentityError as error:
         raise IdentityError(f"{path}: {error.message}", hint=error.hint) from error
+
+
+def open_source_as(identity: PackIdentity, directory: Path) -> Source:
+    """Describe the checkpoint in `directory` under the names of `identity`, to be compared with it.
+
+    A directory does not say what it is called; whether it is what the names stand for, its headers and rows say.
+    Raises what `open_source` raises.
+    """
+    names = identity.document["source"]
+    return open_source(directory, repo=names["repo"], revision=names["revision"])
 
 
 def check_same_identity(
@@ -455,6 +470,7 @@ __all__ = [
     "check_same_identity",
     "identity_of",
     "manifest_bytes",
+    "open_source_as",
     "parse_identity",
     "parse_manifest",
     "read_manifest",

@@ -1,7 +1,6 @@
 """Encoding and checking of blocks by the native library, for `deskfleet_engram.blocks.use_accelerator`.
 
-A thin layer over two functions of its C interface; ctypes lets go of the interpreter while they run. Loading the
-library, and deciding to use it, is the caller's business.
+A thin layer over two functions of its C interface; ctypes lets go of the interpreter while they run.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from deskfleet_engram.errors import FormatError
+from deskfleet_engram import _native
+from deskfleet_engram.blocks import use_accelerator
+from deskfleet_engram.errors import FormatError, NativeError
 from deskfleet_engram.format import ColumnLayout
 
 
@@ -83,10 +84,22 @@ class NativeBlocks:
         return bool(num_sound == len(blocks))
 
 
+def use_native_blocks() -> str | None:
+    """Have blocks encoded and checked by native code from now on; return None, or why it has to be numpy.
+
+    Raises FormatError when native code does not give numpy's bytes.
+    """
+    try:
+        use_accelerator(NativeBlocks(_native.library()))
+    except NativeError as error:
+        return error.message
+    return None
+
+
 def _identity(layout: ColumnLayout) -> _Identity:
     return _Identity(
         layout.pack_id, layout.layer, layout.column, layout.rows.format_id, layout.rows.row_bytes
     )
 
 
-__all__ = ["NativeBlocks"]
+__all__ = ["NativeBlocks", "use_native_blocks"]

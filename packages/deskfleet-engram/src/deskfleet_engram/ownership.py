@@ -7,14 +7,15 @@ row ids; what is not a rank's own becomes NOT_MINE, which every store answers wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deskfleet_engram.errors import GeometryError
-from deskfleet_engram.geometry import EngramGeometry
+from deskfleet_engram.errors import GeometryError, SelectionError
+from deskfleet_engram.geometry import EngramGeometry, EngramSpec
 from deskfleet_engram.portable import NOT_MINE
 
 PAD_COLUMN = -1
@@ -135,6 +136,50 @@ class RowOwnership:
         return tuple(np.flatnonzero((offsets < last) & (ends > first) & (first < last)).tolist())
 
 
+def select_columns(
+    spec: EngramSpec,
+    *,
+    layers: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> list[tuple[int, int]]:
+    """Return the (layer id, column) pairs that were asked for: of all layers or `layers`, all columns or `columns`, or
+    those of one rank, strided.
+
+    Raises SelectionError for what does not exist, and for a rank without a number of ranks.
+    """
+    if (rank is None) != (world_size is None):
+        raise SelectionError("rank and world size go together", hint="give both, or neither for all columns")
+    if not set(columns or ()) <= set(range(spec.num_columns)):
+        raise SelectionError(f"columns {spell_numbers(columns or ())}: there are 0 to {spec.num_columns - 1}")
+    if not set(layers or ()) <= set(spec.layer_ids):
+        raise SelectionError(
+            f"layers {spell_numbers(layers or ())}: Engram layers are {spell_numbers(spec.layer_ids)}"
+        )
+    chosen = tuple(columns or range(spec.num_columns))
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise SelectionError(
+                f"rank {rank} of {world_size}: ranks count from 0 to one less than there are"
+            )
+        chosen = ColumnOwnership.split(spec.num_columns, world_size).columns(rank)
+        if not chosen:
+            raise SelectionError(f"rank {rank} of {world_size} reads none of the {spec.num_columns} columns")
+    return [(layer, column) for layer in layers or spec.layer_ids for column in chosen]
+
+
+def spell_numbers(numbers: Sequence[int]) -> str:
+    """Spell (0, 1, 2, 5) as "0-2,5", as flags take it; "none" when empty."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts) or "none"
+
+
 def _check_world(count: int, world_size: int, what: str) -> None:
     if count < 1 or world_size < 1:
         raise GeometryError(f"{count} {what} cannot be split among {world_size} ranks")
@@ -146,4 +191,4 @@ def _check_rank(rank: int, world_size: int) -> int:
     return rank
 
 
-__all__ = ["PAD_COLUMN", "ColumnOwnership", "RowOwnership"]
+__all__ = ["PAD_COLUMN", "ColumnOwnership", "RowOwnership", "select_columns", "spell_numbers"]

@@ -7,6 +7,7 @@ of events. Whatever happens, a run that is started again ends with the same byte
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -65,6 +66,42 @@ class PackReport:
     packed_bytes: int
     elapsed_s: float
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {**dataclasses.asdict(self), "pack_dir": str(self.pack_dir), "pack_id": f"{self.pack_id:016x}"}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pack_dir}: pack {self.pack_id:016x}, {self.num_packed} columns packed, {self.num_kept} kept, "
+            f"{self.num_adopted} adopted, {self.packed_bytes:,} bytes in {self.elapsed_s:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """What a run of `pack` would do. `num_complete` columns are there already, `num_to_pack` are not.
+
+    `needed_bytes` more of the disk are taken, of the `free_bytes` that are free; `read_bytes` come from the source.
+    """
+
+    pack_dir: Path
+    pack_id: int
+    num_complete: int
+    num_to_pack: int
+    read_bytes: int
+    needed_bytes: int
+    free_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as values that JSON can hold."""
+        return {**dataclasses.asdict(self), "pack_dir": str(self.pack_dir), "pack_id": f"{self.pack_id:016x}"}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pack_dir}: pack {self.pack_id:016x}, {self.num_to_pack} columns to pack, "
+            f"{self.num_complete} there; {self.needed_bytes:,} bytes needed of {self.free_bytes:,} free"
+        )
+
 
 def pack(
     source: Source,
@@ -102,6 +139,31 @@ def pack(
     return PackReport(pack_dir, identity.pack_id, *counts, elapsed_s=time.monotonic() - begin_s)
 
 
+def plan_pack(
+    source: Source,
+    pack_dir: Path,
+    *,
+    columns: Iterable[tuple[int, int]] | None = None,
+    allow_holes: bool = False,
+) -> PackPlan:
+    """Say what `pack` would do with the same arguments; nothing is written.
+
+    What an interrupted run left is counted as room that is taken already, and as rows still to be read. Raises what
+    `pack` raises before it writes.
+    """
+    identity = identity_of(source)
+    places = _existing_places(identity, columns)
+    try:
+        return _Packing(source, identity, pack_dir, None).plan(places, allow_holes)
+    except OSError as error:
+        raise _translated(pack_dir, error) from error
+
+
+def is_unfinished(pack_dir: Path) -> bool:
+    """Whether a run of `pack` was stopped midway in `pack_dir`: another one goes on from there."""
+    return (pack_dir / JOURNAL_NAME).exists()
+
+
 def packed_bytes(identity: PackIdentity, columns: Iterable[tuple[int, int]] | None = None) -> int:
     """Return what the files of these columns take. Raises IdentityError for a column that does not exist."""
     return sum(identity.layout(*place).file_bytes for place in _existing_places(identity, columns))
@@ -131,6 +193,23 @@ class _Packing:
         if kept not in (None, self._extent_bytes):
             raise PackError(f"{pack_dir} is packed with extents of {kept} bytes, not {self._extent_bytes}")
         self._shards = _shard_states(source)
+
+    def plan(self, places: list[_Place], allow_holes: bool) -> PackPlan:
+        """Return what `run` would do. Raises what it raises before it writes."""
+        columns = [self._unstarted(place) for place in places if not self._is_complete(place)]
+        if not allow_holes:
+            _refuse_holes(columns)
+        needed, free = self._refuse_too_much(columns)
+        rows = sum(column.layout.num_rows for column in columns)
+        return PackPlan(
+            pack_dir=self._pack_dir,
+            pack_id=self._identity.pack_id,
+            num_complete=len(places) - len(columns),
+            num_to_pack=len(columns),
+            read_bytes=rows * self._identity.rows.row_bytes,
+            needed_bytes=needed if columns else 0,
+            free_bytes=free,
+        )
 
     def run(
         self, places: list[_Place], restart: bool, allow_holes: bool, meter: WorkMeter, limit: RateLimit
@@ -187,10 +266,14 @@ class _Packing:
         """Whether an interrupted run finished the column, all but the manifest."""
         return place in journal.digests and self._is_complete(place)
 
-    def _column(self, place: _Place, journal: Journal) -> PackingColumn:
+    def _unstarted(self, place: _Place) -> PackingColumn:
         layout = self._identity.layout(*place)
         first_row = self._identity.first_row(*place)
-        column = PackingColumn(layout, self._source.table(place[0]), first_row, self._path(place))
+        return PackingColumn(layout, self._source.table(place[0]), first_row, self._path(place))
+
+    def _column(self, place: _Place, journal: Journal) -> PackingColumn:
+        column = self._unstarted(place)
+        layout = column.layout
         if column.path.exists():
             column.is_adopted = True
             column.done_bytes = layout.file_bytes
@@ -221,7 +304,8 @@ class _Packing:
             return False
         return True
 
-    def _refuse_too_much(self, todo: list[PackingColumn]) -> None:
+    def _refuse_too_much(self, todo: list[PackingColumn]) -> tuple[int, int]:
+        """Return the bytes that are needed and those that are free. Raises SpaceError."""
         needed = _SLACK_BYTES
         for column in todo:
             there = column.partial.stat().st_blocks * 512 if column.partial.exists() else 0
@@ -232,6 +316,7 @@ class _Packing:
                 f"{self._pack_dir}: packing {len(todo)} columns needs {needed:,} more bytes, and {free:,} are free",
                 hint="pack fewer columns, or onto another disk",
             )
+        return needed, free
 
     def _reserve(self, todo: list[PackingColumn]) -> None:
         """Give every unfinished file its blocks, so that a disk that fills up does so now."""
@@ -303,7 +388,11 @@ def _shard_states(source: Source) -> list[dict[str, Any]]:
 
 
 def _free_bytes(path: Path) -> int:
-    status = os.statvfs(path)
+    """Return what is free where `path` is, or where it would be made."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    status = os.statvfs(there)
     return status.f_bavail * status.f_frsize
 
 
@@ -331,4 +420,13 @@ def _translated(path: Path, error: OSError) -> PackError:
     return PackError(f"{name}: {error.strerror or error}")
 
 
-__all__ = ["EXTENT_BYTES", "PackProgress", "PackReport", "pack", "packed_bytes"]
+__all__ = [
+    "EXTENT_BYTES",
+    "PackPlan",
+    "PackProgress",
+    "PackReport",
+    "is_unfinished",
+    "pack",
+    "packed_bytes",
+    "plan_pack",
+]

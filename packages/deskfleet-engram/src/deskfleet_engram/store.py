@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -22,7 +23,7 @@ from deskfleet_engram.errors import NativeError
 from deskfleet_engram.geometry import EngramGeometry
 from deskfleet_engram.native import NativeOptions, NativeReader, NativeStore, RowCache
 from deskfleet_engram.portable import PortableStore, RowSource
-from deskfleet_engram.portable_pack import PortablePack
+from deskfleet_engram.portable_pack import PackCounters, PortablePack
 from deskfleet_engram.source import Source, SourceTable
 from deskfleet_engram.tables import TablePlace, place_of_pack, place_of_rows, place_of_table
 
@@ -67,6 +68,24 @@ class StoreReport:
         return f"{self.backend}{how}: {self.reason}; rows {'checked' if self.is_checked else 'unchecked'}"
 
 
+@dataclass(frozen=True, slots=True)
+class StoreCounters:
+    """What stores did since they were opened.
+
+    `num_rows` rows asked for (NOT_MINE left out), `num_unique` after removing repeats within a request,
+    `num_cache_hits` of them from memory, `num_fallback_rows` from the second source; `num_reads` reads of the disk
+    brought `read_bytes`. `errors` counts faults by kind, also those that a retry repaired.
+    """
+
+    num_rows: int = 0
+    num_unique: int = 0
+    num_cache_hits: int = 0
+    num_fallback_rows: int = 0
+    num_reads: int = 0
+    read_bytes: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
 class OpenStore:
     """An EngramStore that is open, with its report. `native` has tickets and counters; None when portable."""
 
@@ -82,6 +101,27 @@ class OpenStore:
         self._close: Callable[[], None] | None = close
         self.report = report
         self.native = store if isinstance(store, NativeStore) else None
+
+    @property
+    def counters(self) -> StoreCounters:
+        """What was read so far; natively by all stores that were opened together, which share a reader.
+
+        Raises RowError when the native reader is closed.
+        """
+        if isinstance(self._store, NativeStore):
+            native = self._store.reader.counters
+            shared = {name: getattr(native, name) for name in StoreCounters.__dataclass_fields__}
+            return StoreCounters(**shared)
+        counted = self._store.counters
+        base = StoreCounters(
+            num_rows=counted.num_rows,
+            num_unique=counted.num_unique,
+            num_reads=counted.num_reads,
+            read_bytes=counted.read_bytes,
+        )
+        if isinstance(counted, PackCounters):
+            return replace(base, num_fallback_rows=counted.num_fallback, errors=counted.errors)
+        return base
 
     def gather(
         self, row_ids: NDArray[np.int64], out_codes: NDArray[np.uint8], out_scales: NDArray[np.uint8]
@@ -181,6 +221,22 @@ def open_stores(
     return opened
 
 
+def sum_counters(stores: Iterable[OpenStore]) -> StoreCounters:
+    """Return what stores that were opened by one call of `open_stores` did together."""
+    opened = list(stores)
+    if opened and opened[0].native is not None:
+        return opened[0].counters  # one reader for all
+    total = StoreCounters()
+    for store in opened:
+        more = store.counters
+        plain = {name: getattr(total, name) + getattr(more, name) for name in _PLAIN_COUNTERS}
+        total = StoreCounters(**plain, errors=dict(Counter(total.errors) + Counter(more.errors)))
+    return total
+
+
+_PLAIN_COUNTERS = [name for name in StoreCounters.__dataclass_fields__ if name != "errors"]
+
+
 def _open_native(
     wanted: list[RowSource | SourceTable | PackedLayer],
     backend: BackendName,
@@ -241,7 +297,9 @@ __all__ = [
     "EngramStore",
     "OpenStore",
     "PackedLayer",
+    "StoreCounters",
     "StoreReport",
     "open_store",
     "open_stores",
+    "sum_counters",
 ]

@@ -5,12 +5,13 @@ Faults are collected, not raised: a report names file, block, row and kind of ea
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +49,17 @@ class VerifyReport:
     def is_sound(self) -> bool:
         """Whether nothing was found."""
         return self.num_faults == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {"is_sound": self.is_sound, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        verdict = "sound" if self.is_sound else f"{self.num_faults} faults"
+        return (
+            f"{verdict} ({self.level}: {self.num_files} files, {self.num_blocks:,} blocks, "
+            f"{self.num_compared:,} rows compared with the source)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

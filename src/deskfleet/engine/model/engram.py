@@ -6,13 +6,16 @@ for when a step begins, because ids depend on tokens alone, and waited for at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deskfleet.endpoint import EngramStats
 from deskfleet.engine import ops
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.step import Step
@@ -20,11 +23,14 @@ from deskfleet.engine.ops.quant import e8m0_to_float
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
+from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layers import LayerPlan
+from deskfleet.model.packs import PackedTables
 from deskfleet_engram.errors import EngramError
+from deskfleet_engram.manifest import open_source_as, read_manifest
 from deskfleet_engram.native import Ticket
 from deskfleet_engram.portable import NOT_MINE_SCALE, RowSource
-from deskfleet_engram.store import OpenStore, open_stores
+from deskfleet_engram.store import OpenStore, PackedLayer, open_stores, sum_counters
 
 _READ_DEADLINE_S = 30.0  # a disk that hangs longer fails the step; a busy one does not
 _SCALE_BLOCK = 32
@@ -32,7 +38,7 @@ _SCALE_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """Rows under way of the columns held: ids int64 [T, h], codes uint8 [T, h, D], scales uint8 [T, h, D/32].
+    """Rows under way of a rank's h places: ids int64 [T, h], codes uint8 [T, h, D], scales uint8 [T, h, D/32].
 
     `ticket` None means that they are read when they are waited for.
     """
@@ -43,12 +49,42 @@ class RowRequest:
     ticket: Ticket | None
 
 
-def open_tables(config: ModelConfig, reader: ShardReader) -> list[OpenStore]:
-    """The tables of all Engram layers, where the published shards hold them, read by one I/O thread."""
-    return open_stores([_row_source(config, layer, reader) for layer in config.engram_layer_ids])
+class Tables:
+    """A rank's open tables by Engram layer, read by one I/O thread; none where it owns no column."""
+
+    def __init__(self, stores: Mapping[int, OpenStore]) -> None:
+        self.stores = stores
+        self.wait_s = 0.0
+
+    @classmethod
+    def open(cls, reader: ShardReader, pack: PackedTables | None) -> Tables:
+        """Open this rank's columns: in `pack`, or where the published shards hold them. Raises EngramError."""
+        layers = reader.plan.config.engram_layer_ids
+        if not layers or not reader.plan.engram_columns(reader.rank):
+            return cls({})
+        if pack is None:
+            stores = open_stores(_row_source(reader, layer) for layer in layers)
+        else:
+            stores = open_stores(_packed_layers(reader, pack))
+        return cls(dict(zip(layers, stores, strict=True)))
+
+    @property
+    def report(self) -> str | None:
+        """How rows are read, the same for all layers; None where there are none."""
+        return next((str(store.report) for store in self.stores.values()), None)
+
+    @property
+    def stats(self) -> EngramStats:
+        """What was read so far, and how long it was waited for."""
+        return EngramStats(**dataclasses.asdict(sum_counters(self.stores.values())), wait_s=self.wait_s)
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self.stores.values():
+            store.close()
 
 
-def _row_source(config: ModelConfig, layer: int, reader: ShardReader) -> RowSource:
+def _row_source(reader: ShardReader, layer: int) -> RowSource:
     prefix = f"layers.{layer}.engram"
     weight = reader.checkpoint.tensors[f"{prefix}.embed.weight"]
     scale = reader.checkpoint.tensors[f"{prefix}.embed.scale"]
@@ -57,10 +93,27 @@ def _row_source(config: ModelConfig, layer: int, reader: ShardReader) -> RowSour
         weight_offset_bytes=weight.offset_bytes,
         scale_offset_bytes=scale.offset_bytes,
         num_rows=weight.shape[0],
-        head_dim=config.engram_head_dim,
+        head_dim=reader.plan.config.engram_head_dim,
         table=f"{prefix}.embed",
         layer=layer,
     )
+
+
+def _packed_layers(reader: ShardReader, pack: PackedTables) -> list[PackedLayer]:
+    second = None
+    if pack.has_second_source:
+        identity = read_manifest(pack.directory).identity
+        second = open_source_as(identity, reader.checkpoint.directory)
+    return [
+        PackedLayer(
+            pack.directory,
+            layer,
+            columns=reader.plan.engram_columns(reader.rank),
+            geometry=engram_geometry(reader.plan.config),
+            second_source=second,
+        )
+        for layer in reader.plan.config.engram_layer_ids
+    ]
 
 
 class Engram:
@@ -72,28 +125,35 @@ class Engram:
         layer: LayerPlan,
         reader: ShardReader,
         comm: Communicator,
-        stores: Sequence[OpenStore],
+        tables: Tables,
     ) -> None:
         prefix = f"{layer.prefix}.engram"
         self.config = config
         self.layer = layer
         self.comm = comm
         self.position = config.engram_layer_ids.index(layer.index)  # which of the Engram layers this is
-        self.columns = np.array(reader.plan.engram_columns(reader.rank), dtype=np.int64)
-        self.columns_per_rank = reader.plan.engram_columns_per_rank
-        self.store = stores[self.position]
+        self.rank = reader.rank
+        self.ownership = reader.plan.engram_ownership
+        self.column_order = torch.from_numpy(self.ownership.gather_order())
+        self.tables = tables
+        self.store = tables.stores.get(layer.index)
         self.wkv = reader.fp8(f"{prefix}.wkv")
         q_weight, k_weight = reader.wide(f"{prefix}.q_weight"), reader.wide(f"{prefix}.k_weight")
         self.gate_weight = (q_weight * k_weight).to(torch.float32).to(torch.float64)  # (C, M)
 
     def request(self, engram_ids: np.ndarray) -> RowRequest:
-        """Ask the disk for this rank's columns of ids int64 [T, Engram layers, columns]. Raises EngineError."""
-        ids = np.ascontiguousarray(engram_ids[:, self.position, self.columns])
+        """Ask the disk for this rank's columns of ids int64 [T, Engram layers, columns]. Raises EngineError.
+
+        Places without a column, where the columns do not divide evenly, get zero codes and scales of one.
+        """
+        ids = self.ownership.local_ids(engram_ids[:, self.position], self.rank)
         shape = (*ids.shape, self.config.engram_head_dim)
         codes = np.empty(shape, np.uint8)
         scales = np.empty((*ids.shape, shape[-1] // _SCALE_BLOCK), np.uint8)
         ticket = None
-        if self.store.native is not None and ids.size:
+        if self.store is None:  # no place has a column
+            codes[...], scales[...] = 0, NOT_MINE_SCALE
+        elif self.store.native is not None and ids.size:
             try:
                 ticket = self.store.native.submit(ids, codes, scales, deadline_s=_READ_DEADLINE_S)
             except EngramError as error:
@@ -105,22 +165,20 @@ class Engram:
 
         Raises EngineError when the disk fails: a row that exists is never replaced by zeros.
         """
+        begin = time.monotonic()
         try:
             if request.ticket is not None:
                 request.ticket.wait()
-            elif request.ids.size:
+            elif self.store is not None and request.ids.size:
                 self.store.gather(request.ids, request.codes, request.scales)
         except EngramError as error:
             raise self._failure(error) from error
-        padding = [(0, 0), (0, self.columns_per_rank - len(self.columns)), (0, 0)]
-        codes = torch.from_numpy(np.pad(request.codes, padding))
-        scales = torch.from_numpy(np.pad(request.scales, padding, constant_values=NOT_MINE_SCALE))
-        values = codes.view(torch.float8_e4m3fn).to(torch.float64)
+        self.tables.wait_s += time.monotonic() - begin
+        scales = torch.from_numpy(request.scales)
+        values = torch.from_numpy(request.codes).view(torch.float8_e4m3fn).to(torch.float64)
         local = values * e8m0_to_float(scales).repeat_interleave(_SCALE_BLOCK, -1)
-        parts = self.comm.all_gather(local.to(torch.bfloat16))
-        # Column c lies on rank c % ranks at place c // ranks.
-        interleaved = torch.stack(parts, 2).flatten(1, 2)  # (T, columns padded, D)
-        return interleaved[:, : self.config.engram_num_columns]
+        parts = self.comm.all_gather(local.to(torch.bfloat16))  # (T, h, D) each
+        return torch.cat(parts, 1)[:, self.column_order]
 
     def _failure(self, error: EngramError) -> EngineError:
         return EngineError(f"engram rows of layer {self.layer.index}: {error}")
@@ -143,4 +201,4 @@ class Engram:
         return output
 
 
-__all__ = ["Engram", "RowRequest", "open_tables"]
+__all__ = ["Engram", "RowRequest", "Tables"]

@@ -13,11 +13,12 @@ from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.block import Block
 from deskfleet.engine.model.compressor import yarn_table
-from deskfleet.engine.model.engram import Engram, open_tables
+from deskfleet.engine.model.engram import Engram, Tables
 from deskfleet.engine.model.step import Recorder, Step
 from deskfleet.engine.ops.rope import RopeTable
 from deskfleet.engine.weights import ShardReader
 from deskfleet.model.config import ModelConfig
+from deskfleet.model.packs import PackedTables
 
 
 class VocabularyShard:
@@ -61,17 +62,20 @@ class BackboneOutput:
 class V41Model:
     """One rank's share of the backbone."""
 
-    def __init__(self, reader: ShardReader, comm: Communicator, dcp: Communicator) -> None:
-        """`comm` are the ranks of the tensor-parallel group, `dcp` those of them that share out the global cache."""
+    def __init__(
+        self, reader: ShardReader, comm: Communicator, dcp: Communicator, pack: PackedTables | None = None
+    ) -> None:
+        """Load this rank's share. `comm` are the ranks of the tensor-parallel group, `dcp` those of them that share out
+        the global cache. Engram rows are read from `pack`, or from the published shards."""
         config = reader.plan.config
         self.config = config
         self.dcp = dcp
         self.vocabulary = VocabularyShard(config, reader, comm, "embed.weight", "head.weight")
         self.norm = reader.f32("norm.weight")
         self.blocks = [Block(config, layer, reader, comm) for layer in config.layers]
-        self._tables = open_tables(config, reader) if config.engram_layer_ids else []
+        self.tables = Tables.open(reader, pack)
         self.engrams = {
-            layer.index: Engram(config, layer, reader, comm, self._tables)
+            layer.index: Engram(config, layer, reader, comm, self.tables)
             for layer in config.layers
             if layer.has_engram
         }
@@ -122,8 +126,7 @@ class V41Model:
 
     def close(self) -> None:
         """Close the Engram files."""
-        for table in self._tables:
-            table.close()
+        self.tables.close()
 
 
 def enter(x: Tensor, copies: int) -> tuple[Tensor, Tensor]:
