@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+import torch
 from cli_process import CHECKPOINT, COMMAND, Done, environment
 from tests.engine.golden import measured
 from tests.engine.lockstep import Lockstep, ThreadCommunicator
@@ -60,6 +61,15 @@ from deskfleet.selfcheck import (
 from deskfleet.testing.tiny import TinySizes, make_tiny
 
 Fault = Callable[["LocalEngine"], None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As ranks have when others run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class LocalEngine:

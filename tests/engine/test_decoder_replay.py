@@ -52,7 +52,7 @@ def test_kept_rows_are_those_of_a_full_run_with_hidden_windows(replaying, monkey
     ids = torch.tensor(random_ids(length, seed=length))
     segment = replaying.segment(ids, 0, length)
     batch = replaying.runner.builder.build([segment])
-    first = max((length // BLOCK * BLOCK - WINDOW + 1) // BLOCK * BLOCK, 0)
+    first = max(((length - 1) // BLOCK * BLOCK - WINDOW + 1) // BLOCK * BLOCK, 0)
     with torch.inference_mode():
         found = replaying.model.forward(batch, replaying.cache)
         assert len(found.hidden) == length - first

@@ -119,6 +119,18 @@ def test_with_room_for_their_windows_nothing_is_replayed(runner: ModelRunner, re
     assert core.stats.num_window_hits == core.stats.num_prefix_hits == 2 * 592
 
 
+@pytest.mark.parametrize("length", [95, 96, 97, 111, 112])
+def test_the_same_prompt_again_runs_less_than_a_block(runner: ModelRunner, length: int) -> None:
+    """Whatever the length: at a whole number of blocks, too, the window before its last block is there."""
+    recording = Recording(runner)
+    core = core_over(recording)
+    ids = random_ids(length, seed=51)
+    _, cold, rows = visit(core, recording, ids, "cold")
+    _, warm, again = visit(core, recording, ids, "warm")
+    assert (rows, again) == (length, (length - 1) % 16 + 1)
+    assert torch.equal(warm, cold)
+
+
 def test_eight_lanes_replayed_twice(runner: ModelRunner) -> None:
     """Eight sessions side by side, each three times: from the second round on at least 95 % is found."""
     lanes = [random_ids(500, seed=10 + lane) for lane in range(8)]

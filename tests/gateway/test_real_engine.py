@@ -179,3 +179,15 @@ async def wait_for(engine: EngineClient, condition: Any) -> EngineStats:
         while not condition(stats := await engine.stats()):
             await asyncio.sleep(0.05)
     return stats
+
+
+async def test_a_second_turn_says_how_much_of_it_was_known(engine: EngineClient) -> None:
+    """usage counts the tokens that did not have to be run, and the answer is the one of a cold start."""
+    question = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 4}]
+    async with connected(engine) as client:
+        cold = await ask(client, messages=question)
+        warm = await ask(client, messages=question)
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    cached = warm.usage.prompt_tokens_details.cached_tokens
+    assert warm.usage.prompt_tokens - 16 <= cached + 1 <= warm.usage.prompt_tokens
+    assert warm.choices[0].message.content == cold.choices[0].message.content

@@ -180,8 +180,10 @@ class CacheManager:
         held, start = self._held[request.request_id], request.num_computed_tokens
         stop = start + num_tokens
         have, needed = len(held.global_blocks), -(-stop // self.block_size)
-        # Rows that a later step sees, also one that begins at the last whole block.
-        first_window = max(start, stop // self.block_size * self.block_size - self._reach) // self.block_size
+        # Rows that a later step sees, also one that begins at the last block before the end: the same prompt again has
+        # to run its last token at least.
+        last_block = (stop - 1) // self.block_size * self.block_size
+        first_window = max(start, last_block - self._reach) // self.block_size
         windows = [n for n in range(first_window, needed) if n >= have or held.window_blocks[n] == NULL_BLOCK]
         if max(needed - have, 0) > self.global_pool.num_free or len(windows) > self.window_pool.num_free:
             return False

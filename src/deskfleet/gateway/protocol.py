@@ -215,7 +215,9 @@ class AnswerParser:
         parts = self._visible_parts(chunk)
         if not self._started:
             self._started = True
-            usage = PromptUsage(prompt_tokens=chunk.num_prompt_tokens)
+            usage = PromptUsage(
+                prompt_tokens=chunk.num_prompt_tokens, prompt_cache_hit_tokens=chunk.num_cached_tokens
+            )
             parts = [InferenceChunk.ready(prompt_usage=usage), *parts]
         if chunk.finish_reason is not None:
             parts = [*parts, InferenceChunk.finish(_finish_reason(chunk))]
