@@ -102,7 +102,7 @@ class TokenChunk:
     """What one engine step added to one request. The last chunk carries `finish_reason`.
 
     `num_prompt_tokens` counts the prompt as the model saw it, image spans expanded; `num_cached_tokens` those of them
-    that did not have to be run.
+    that did not have to be run. `num_drafted` and `num_accepted` count this request's verified drafts so far.
     """
 
     token_ids: tuple[int, ...]
@@ -110,6 +110,8 @@ class TokenChunk:
     num_prompt_tokens: int
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 def _counter(text: str) -> Any:
@@ -178,6 +180,7 @@ class EngineStats:
     num_drafted: int = _counter("Drafts verified")
     num_accepted: int = _counter("Drafts accepted")
     num_verify_tokens: int = _counter("Tokens that came out of verifications")
+    num_wasted_rows: int = _counter("Rows of verifications that no token came of")
     engram: EngramStats = EngramStats()
 
 

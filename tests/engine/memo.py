@@ -42,7 +42,9 @@ class MemoRunner:
         self._draftable, self._depth = list(draftable), depth
         self._held: dict[int, Tokens] = {}  # by slot of the core
         self._logits: dict[tuple[Tokens, Tokens], torch.Tensor] = {}  # (before, rows): float32 [rows, V]
-        self._drafts: dict[Tokens, dict[int, Proposal]] = {}  # by all tokens so far, then by the one before a place
+        self._drafts: dict[
+            Tokens, dict[int, Proposal]
+        ] = {}  # by all tokens so far, then by the one before a place
 
     def lead(
         self,
@@ -65,7 +67,9 @@ class MemoRunner:
         """As ModelRunner.propose, up to `depth`."""
         contexts = [(*self._held[r.slot][: r.position], r.token_id) for r in requests]
         self._draft(dict.fromkeys(context for context in contexts if context not in self._drafts))
-        blocks = [self._block(r, self._drafts[context]) for r, context in zip(requests, contexts, strict=True)]
+        blocks = [
+            self._block(r, self._drafts[context]) for r, context in zip(requests, contexts, strict=True)
+        ]
         return Proposal(*(torch.stack(parts) for parts in zip(*blocks, strict=True)))
 
     def _block(
@@ -94,7 +98,7 @@ class MemoRunner:
     def _run(self, keys: Iterable[tuple[Tokens, Tokens]]) -> None:
         for some in _portions(keys, self.limits.max_num_seqs):
             self._read([before for before, _ in some])
-            segments = [_segment(slot, before, rows) for slot, (before, rows) in enumerate(some)]
+            segments = [text_segment(slot, before, rows) for slot, (before, rows) in enumerate(some)]
             sizes = [len(rows) for _, rows in some]
             logits = self._runner.lead(segments, range(sum(sizes)))
             self._logits |= zip(some, logits.clone().split(sizes), strict=True)
@@ -122,12 +126,14 @@ class MemoRunner:
 
     def _read(self, contexts: Sequence[Tokens]) -> None:
         """Bring slot i to the end of the i-th context."""
-        segments = [_segment(slot, (), context) for slot, context in enumerate(contexts) if context]
+        segments = [text_segment(slot, (), context) for slot, context in enumerate(contexts) if context]
         if segments:
             self._runner.lead(segments, [])
+            self.num_forwards += 1
 
 
-def _segment(slot: int, before: Tokens, rows: Tokens) -> Segment:
+def text_segment(slot: int, before: Tokens, rows: Tokens) -> Segment:
+    """The positions of `rows`, which follow `before`."""
     ids, start = np.array(before + rows, np.int64), len(before)
     compressed = token_map()[ids]
     history = compressed[max(start - 3, 0) : start]

@@ -165,6 +165,18 @@ def test_a_prefix_of_any_length_is_taken_over_exactly(runner: ModelRunner) -> No
         assert torch.equal(warm, cold), cut
 
 
+def test_a_returning_session_is_as_heavy_as_what_is_left_of_it(runner: ModelRunner) -> None:
+    """The queue weighs a request before it is admitted: most of this one is known, and nothing is held for it yet."""
+    core = core_over(runner)
+    ids = random_ids(400, seed=61)
+    run_all(core, [adding("first", ids, greedy(1))])
+    core.add(adding("again", ids + random_ids(9, seed=62), greedy(1)))
+    waiting = core.scheduler.find("again")
+    assert waiting is not None
+    assert waiting.num_uncomputed_tokens == 9
+    assert core.stats.num_free_blocks == core.stats.num_blocks
+
+
 def test_what_only_looks_alike_is_not_taken_over(runner: ModelRunner) -> None:
     """Two images of one size, and the same image elsewhere: equal token ids, other contents."""
     config = runner.config

@@ -22,16 +22,18 @@ import pytest
 import torch
 
 from deskfleet.endpoint import SamplingParams
-from deskfleet.engine import core as core_module
 from deskfleet.engine.core import EngineCore
+from deskfleet.engine.messages import RequestOutput
 from deskfleet.engine.runner import ModelRunner
-from deskfleet.engine.speculate import Acceptance, Coins, Verdict, draft_distribution, pick, verify
+from deskfleet.engine.speculate import Verdict, pick, verify
 from tests.engine.cores import adding, assert_nothing_held, core_over, load_runner
 from tests.engine.engines import random_ids
 from tests.engine.golden import measured
-from tests.engine.memo import MemoRunner, Tokens, _segment
+from tests.engine.memo import MemoRunner, Tokens, text_segment
 
 P_LEAST = 1e-6
+FEW, MANY = 4_000, 100_000
+PLANTED = 2_000  # a bias shows with half of the few
 NUM_TOKENS = 4  # the first comes with the prompt, the others from steps with up to two drafts
 PROMPT = random_ids(6, seed=1)
 ALLOWED = (136, 271, 411)  # no prefix of these makes one of them rarer than 1 %
@@ -75,14 +77,15 @@ def memo(runner: ModelRunner) -> MemoRunner:
 @pytest.fixture(scope="module")
 def expected(runner: ModelRunner, memo: MemoRunner) -> dict[Tokens, float]:
     """Chance of every continuation: softmax of the model's logits over the allowed tokens, multiplied."""
+    beginnings = list(itertools.product(ALLOWED, repeat=NUM_TOKENS - 1))
+    segments = [text_segment(slot, (), PROMPT + tokens) for slot, tokens in enumerate(beginnings)]
+    logits = runner.lead(segments, range(len(segments) * segments[0].num_tokens))
+    steps = torch.softmax(logits[:, list(ALLOWED)].double(), -1).unflatten(0, (len(segments), -1))
     chances = {}
-    for tokens in itertools.product(ALLOWED, repeat=NUM_TOKENS):
-        rows = range(len(PROMPT) - 1, len(PROMPT) + NUM_TOKENS - 1)
-        logits = runner.lead([_segment(0, (), PROMPT + tokens)], rows)[:, list(ALLOWED)].double()
-        steps = torch.softmax(logits, -1).tolist()
-        chances[tokens] = math.prod(
-            step[ALLOWED.index(token)] for step, token in zip(steps, tokens, strict=True)
-        )
+    for tokens, rows in zip(beginnings, steps[:, len(PROMPT) - 1 :].tolist(), strict=True):
+        before = math.prod(row[ALLOWED.index(token)] for row, token in zip(rows, tokens, strict=False))
+        chances |= {(*tokens, last): before * share for last, share in zip(ALLOWED, rows[-1], strict=True)}
+    assert math.isclose(sum(chances.values()), 1.0)
     return chances
 
 
@@ -116,3 +119,86 @@ def p_value(found: Counter[Tokens], expected: dict[Tokens, float]) -> float:
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
     halves = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+def judge(memo: MemoRunner, expected: dict[Tokens, float], mode: str, num_seeds: int) -> float:
+    """p-value of so many continuations, which must have come about in the way the mode says."""
+    core = core_over(memo, MODES[mode], prefix_cache=False)
+    chance = p_value(continuations(core, range(num_seeds)), expected)
+    stats = core.stats
+    assert stats.num_generated_tokens == NUM_TOKENS * num_seeds
+    if mode == "off":
+        assert stats.num_drafted == 0
+    else:
+        assert 0.2 * stats.num_verify_steps < stats.num_accepted < 0.6 * stats.num_drafted
+    return chance
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_answers_are_distributed_as_the_model_says(memo, expected, mode: str, num_seeds: int) -> None:
+    chance = judge(memo, expected, mode, num_seeds)
+    measured.append(f"{num_seeds} sampled continuations, {mode}: p = {chance:.3g}")
+    assert chance > P_LEAST
+
+
+def test_the_cap_cuts_some_blocks_and_not_others(memo: MemoRunner) -> None:
+    """Else the capped mode would be one without a cap, or one of single drafts."""
+    lengths: Counter[int] = Counter()
+    core = core_over(memo, MODES["block, capped"], prefix_cache=False)
+    step = core.step
+
+    def watched() -> list[RequestOutput]:
+        outputs = step()
+        lengths.update(
+            len(request.draft_token_ids)
+            for request in core.scheduler.running
+            if len(request.output_token_ids) == 1  # room for two
+        )
+        return outputs
+
+    core.step = watched  # type: ignore[method-assign]
+    continuations(core, range(200))
+    assert lengths.keys() == {1, 2}
+    assert min(lengths.values()) > 20
+
+
+# --- planted biases -------------------------------------------------------------------------------------
+
+
+def redrawn_after_a_cut(target: np.ndarray, drafts: Sequence[int], drafted: Any, **rest: Any) -> Verdict:
+    """X1 of the specification: the whole block is verified, cut to one draft, and a fresh token follows."""
+    verdict = verify(target, drafts, drafted, **rest)
+    if verdict.num_accepted < 2:
+        return verdict
+    return Verdict(1, pick(target[1], rest["coins"].uniform("further", rest["place"], 1)))
+
+
+def judged_at_another_temperature(
+    target: np.ndarray, drafts: Sequence[int], drafted: np.ndarray | None, **rest: Any
+) -> Verdict:
+    """Drafts drawn at one temperature, verified as if at its double."""
+    if drafted is not None:
+        drafted = np.sqrt(drafted) / np.sqrt(drafted).sum(-1, keepdims=True)
+    return verify(target, drafts, drafted, **rest)
+
+
+def redrawn_from_the_target(target: np.ndarray, drafts: Sequence[int], drafted: Any, **rest: Any) -> Verdict:
+    """After a refusal the target itself instead of what is left of it."""
+    verdict = verify(target, drafts, drafted, **rest)
+    row = target[verdict.num_accepted]
+    return Verdict(verdict.num_accepted, pick(row, rest["coins"].uniform("further", rest["place"])))
+
+
+def one_coin_for_all_steps(target: np.ndarray, drafts: Sequence[int], drafted: Any, **rest: Any) -> Verdict:
+    """Every step of a request accepts and draws with the coins of its first."""
+    return verify(target, drafts, drafted, **{**rest, "place": 0})
+
+
+@pytest.mark.parametrize(
+    "biased",
+    [redrawn_after_a_cut, judged_at_another_temperature, redrawn_from_the_target, one_coin_for_all_steps],
+)
+def test_planted_biases_are_found(memo, expected, monkeypatch, biased) -> None:
+    monkeypatch.setattr("deskfleet.engine.core.verify", biased)
+    assert judge(memo, expected, "block", PLANTED) < P_LEAST

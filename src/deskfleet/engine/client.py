@@ -196,6 +196,8 @@ class EngineClient:
                     num_prompt_tokens,
                     output.finish_reason,
                     output.num_cached_tokens,
+                    output.num_drafted,
+                    output.num_accepted,
                 )
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:

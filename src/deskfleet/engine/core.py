@@ -118,6 +118,7 @@ class EngineCore:
             num_drafted=drafts.num_drafted,
             num_accepted=drafts.num_accepted,
             num_verify_tokens=drafts.num_emitted,
+            num_wasted_rows=drafts.num_wasted_rows,
         )
 
     def add(self, message: AddRequest) -> RequestOutput | None:
@@ -136,6 +137,8 @@ class EngineCore:
             arrival_s=now_s,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
         )
+        # How heavy it is to the queue: what is left of a long session may be short.
+        request.num_computed_tokens = self.cache.estimate(request)
         try:
             if message.sampling.constraint is not None and self._constraints is not None:
                 self._constraints.begin(message.sampling.constraint)
@@ -209,9 +212,9 @@ class EngineCore:
         assert request.sampling_state is not None
         request.sampling_state.accept(tokens)
         if work.num_draft_tokens:
-            self._speculation += SpeculationMetrics.of_step(
-                work.num_draft_tokens, verdict.num_accepted, len(tokens)
-            )
+            step = SpeculationMetrics.of_step(work.num_draft_tokens, verdict.num_accepted, len(tokens))
+            request.speculation += step
+            self._speculation += step
         # The last token is sampled, not computed; the drafts before it were, by this step.
         request.num_computed_tokens += len(tokens) - 1
         request.image_embeddings = None  # the prompt is computed; its images are in the cache
@@ -227,6 +230,8 @@ class EngineCore:
             else tuple(logprobs(row, token, count) for row, token in zip(logits, tokens, strict=False)),
             finish_reason=reason,
             num_cached_tokens=request.num_reused_tokens,
+            num_drafted=request.speculation.num_drafted,
+            num_accepted=request.speculation.num_accepted,
         )
 
     def _verify(self, request: Request, logits: np.ndarray, num_drafts: int) -> Verdict:

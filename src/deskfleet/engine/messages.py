@@ -96,6 +96,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     error: str | None = None
     param: str | None = None
     num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

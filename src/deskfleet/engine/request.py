@@ -13,6 +13,7 @@ from torch import Tensor
 from deskfleet.endpoint import SamplingParams
 from deskfleet.engine.messages import ImagePixels
 from deskfleet.engine.sampler import SamplingState
+from deskfleet.engine.speculate import SpeculationMetrics
 
 
 @dataclass(eq=False)
@@ -48,6 +49,7 @@ class Request:
     sampling_state: SamplingState | None = None  # made when the first token is sampled
     draft_token_ids: list[int] = field(default_factory=list)
     draft_logits: np.ndarray | None = None
+    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     def drop_drafts(self) -> None:
         """Forget what was drafted."""
