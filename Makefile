@@ -54,6 +54,8 @@ docs: setup
 bench: setup
 	@[ -d $(TINY) ] || $(BIN)/deskfleet make-tiny $(TINY)
 	$(BIN)/deskfleet bench engine $(TINY) --out-dir bench/results
+	$(BIN)/deskfleet bench prefix $(TINY) --out-dir bench/results
+	$(BIN)/deskfleet bench speculation $(TINY) --out-dir bench/results
 	@$(BIN)/python tools/gen_docs.py
 
 clean:

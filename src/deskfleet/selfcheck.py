@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from deskfleet.endpoint import GenerateRequest, SamplingParams
+from deskfleet.endpoint import GenerateRequest, SamplingParams, TokenLogprob
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.limits import PrefixReplay
 from deskfleet.engine.tokenizer import load_tokenizer
@@ -166,7 +166,8 @@ async def self_check(
     plain = replace(questions.options, prefix_cache=False)
     async with engine(checkpoint, plain) as first:
         reference = await _ask_plain(first, questions)
-        decide(await _ask_again(first, questions, reference))
+        if wanted & {BATCH, REPEAT}:
+            decide(await _ask_again(first, questions, reference))
     at_once = _at_once(reference.peak_bytes)
     gate = asyncio.Semaphore(at_once)
 
@@ -392,11 +393,22 @@ async def _answer(engine: EngineClient, prompt: Ids, sampling: SamplingParams) -
     rows = []
     async for chunk in engine.generate(request):
         token_ids += chunk.token_ids
-        for entry in chunk.logprobs or ():
-            row = np.full(len(entry.top), math.nan)
-            row[[token_id for token_id, _ in entry.top]] = [value for _, value in entry.top]
-            rows.append(row - row.mean())
+        rows += [_logits(entry, sampling.logprobs or 0) for entry in chunk.logprobs or ()]
+    if sampling.logprobs is not None and len(rows) != sampling.max_tokens:
+        raise EngineError(
+            f"{sampling.max_tokens} tokens with log probabilities were asked for, {len(rows)} came"
+        )
     return _Answer(tuple(token_ids), np.array(rows))
+
+
+def _logits(entry: TokenLogprob, vocab_size: int) -> np.ndarray:
+    """Log probabilities float64 [V] less their mean. Raises EngineError when one is missing."""
+    row = np.full(vocab_size, math.nan)
+    for token_id, logprob in entry.top:
+        row[token_id] = logprob
+    if np.isnan(row).any():
+        raise EngineError(f"of {vocab_size} log probabilities only {len(entry.top)} came")
+    return row - row.mean()
 
 
 async def _answers(engine: EngineClient, prompts: Sequence[Ids], sampling: SamplingParams) -> list[_Answer]:
@@ -435,27 +447,25 @@ async def _ask_again(engine: EngineClient, questions: _Questions, reference: _Re
     prompts, answer = questions.prompts, questions.answer
     scores = await _score_pairs(engine, questions, reference)
     again = _answer_pairs(prompts, await _answers(engine, prompts, answer), reference.answers)
-    beside = _answer_pairs(prompts, await _together(engine, prompts, answer), reference.answers)
-    return [
-        _compare(REPEAT, scores + again, f"{len(prompts)} prompts twice"),
-        _compare(BATCH, beside, f"{len(prompts)} prompts at once, {_lengths_of(prompts)}"),
-    ]
-
-
-async def _ask_stepwise(engine: EngineClient, questions: _Questions, reference: _Reference) -> list[Check]:
+    repeated = _compare(REPEAT, scores + again, f"{len(prompts)} prompts twice")
     before = await engine.stats()
-    pairs = await _score_pairs(engine, questions, reference)
+    beside = _answer_pairs(prompts, await _together(engine, prompts, answer), reference.answers)
     num_steps = (await engine.stats()).num_steps - before.num_steps
-    if num_steps != sum(map(len, questions.scored)):
-        return [_undecided(STEPWISE, "fail", f"the engine took {num_steps} steps, not one for each token")]
-    return [_compare(STEPWISE, pairs, f"prompts {questions.reached}")]
+    if num_steps >= len(prompts) * answer.max_tokens:
+        return [repeated, _undecided(BATCH, "fail", "the engine answered one prompt after another")]
+    return [repeated, _compare(BATCH, beside, f"{len(prompts)} prompts at once, {_lengths_of(prompts)}")]
 
 
 async def _ask_chunked(
-    engine: EngineClient, questions: _Questions, reference: _Reference, *, chunk: int
+    engine: EngineClient, questions: _Questions, reference: _Reference, *, name: str, chunk: int
 ) -> list[Check]:
+    before = await engine.stats()
     pairs = await _score_pairs(engine, questions, reference)
-    return [_compare(CHUNKED, pairs, f"steps of {chunk} tokens")]
+    num_steps = (await engine.stats()).num_steps - before.num_steps
+    if num_steps < sum(-(-len(prompt) // chunk) for prompt in questions.scored):
+        return [_undecided(name, "fail", f"{num_steps} steps are too few to be of {chunk} tokens")]
+    how = f"steps of {chunk} tokens" if chunk > 1 else f"prompts {questions.reached}"
+    return [_compare(name, pairs, how)]
 
 
 async def _ask_all(
@@ -481,7 +491,7 @@ async def _ask_speculating(
     )
     total = sum(len(answer.token_ids) for answer in reference.answers)
     drafts = f"{stats.num_accepted} of {stats.num_drafted} drafts accepted"
-    return [_judge(name, different, f"{different} of {total} tokens differ, {drafts}")]
+    return [_judge(name, float(different), f"{different} of {total} tokens differ, {drafts}")]
 
 
 async def _ask_crowd(engine: EngineClient, questions: _Questions, reference: _Reference) -> list[Check]:
@@ -506,7 +516,7 @@ async def _ask_returning(
     chunk: int,
 ) -> list[Check]:
     """Each session cold, again at once, and again after others have taken its window."""
-    checks = await _ask_chunked(engine, questions, reference, chunk=chunk)
+    checks = await _ask_chunked(engine, questions, reference, name=CHUNKED, chunk=chunk)
     depth = questions.replayed_tokens[replay]
     sessions = [prompt for prompt in questions.sessions if len(prompt) - 1 > depth]
     if replay == "exact":
@@ -579,9 +589,15 @@ def _runs(config: ModelConfig, questions: _Questions, *, quick: bool) -> list[_R
     longest = len(questions.prompts[-1])
     chunks = [int(n) for n in rng.integers(longest // 2, longest, 2)]
     small = [] if quick else [2, *(int(n) for n in rng.integers(3, longest // 2 + 3, 3))]
-    runs = [_Run((STEPWISE,), replace(plain, max_num_batched_tokens=1), _ask_stepwise)]
+    runs = [
+        _Run(
+            (STEPWISE,),
+            replace(plain, max_num_batched_tokens=1),
+            partial(_ask_chunked, name=STEPWISE, chunk=1),
+        )
+    ]
     for chunk in small:
-        ask = partial(_ask_chunked, chunk=chunk)
+        ask = partial(_ask_chunked, name=CHUNKED, chunk=chunk)
         runs.append(_Run((CHUNKED,), replace(plain, max_num_batched_tokens=chunk), ask))
     for name, tp_size, dcp_size in ((TP_2, 2, 1), (TP_3, 3, 1), (DCP_2, 2, 2)):
         options = replace(plain, tp_size=tp_size, dcp_size=dcp_size)

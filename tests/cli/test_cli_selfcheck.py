@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -19,9 +20,10 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from cli_process import CHECKPOINT, COMMAND, Done, environment
+from cli_process import CHECKPOINT, COMMAND, STOP_S, Done, environment, wait_until
 from tests.engine import lockstep
 from tests.engine.golden import measured
 from tests.engine.lockstep import Lockstep, ThreadCommunicator
@@ -334,13 +336,19 @@ def test_what_did_not_happen_has_not_passed() -> None:
 
     class Stubborn(LocalEngine):
         def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
-            ignored = {"prefix_cache": False, "speculation": "off", "max_num_batched_tokens": 512}
+            ignored = {
+                "prefix_cache": False,
+                "speculation": "off",
+                "max_num_batched_tokens": 512,
+                "max_num_seqs": 1,
+            }
             super().__init__(checkpoint, replace(options, kv_cache_tokens=None, **ignored))  # type: ignore[arg-type]
 
-    asked = {STEPWISE, SPECULATION_TOKEN, WARM, WARM_EXACT, PREEMPTED}
+    asked = {STEPWISE, BATCH, SPECULATION_TOKEN, WARM, WARM_EXACT, PREEMPTED}
     report = asyncio.run(self_check(CHECKPOINT, quick=True, only=asked, engine=Stubborn))  # type: ignore[arg-type]
     reasons = {
-        STEPWISE: "the engine took",
+        STEPWISE: "2 steps are too few to be of 1 tokens",
+        BATCH: "one prompt after another",
         SPECULATION_TOKEN: "the engine verified no draft",
         WARM: "was not found with its window",
         WARM_EXACT: "did not replay a lost window",
@@ -402,6 +410,16 @@ def test_without_anything_to_compare_with_there_is_no_report() -> None:
 
     with pytest.raises(EngineError, match="rank 0 ended"):
         check_all(fails)
+
+
+def test_answers_without_their_numbers_are_no_answers() -> None:
+    class Mute(LocalEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+            async for chunk in super().generate(request):
+                yield replace(chunk, logprobs=None)
+
+    with pytest.raises(EngineError, match="8 tokens with log probabilities were asked for, 0 came"):
+        asyncio.run(self_check(CHECKPOINT, quick=True, only={REPEAT}, engine=Mute))  # type: ignore[arg-type]
 
 
 def test_a_check_that_does_not_exist() -> None:
@@ -489,6 +507,24 @@ def test_processes_pass_too() -> None:
         (name, "pass", 0.0) for name in (TP_2, BATCH, REPEAT)
     ]
     assert [(run.number, run.total, run.names) for run in seen] == [(1, 2, (BATCH, REPEAT)), (2, 2, (TP_2,))]
+
+
+def test_ctrl_c_leaves_no_rank() -> None:
+    command = [*COMMAND, "selfcheck", str(CHECKPOINT), "--quick"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("engine 3 of 10"):  # on two cores, beside the second one
+            break
+    own = psutil.Process(process.pid)
+    wait_until(lambda: bool(own.children()))
+    processes = [own, *own.children()]
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=STOP_S)
+    assert (process.returncode, out) == (130, "")
+    assert psutil.wait_procs(processes, timeout=3)[1] == []
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.result import Result, Spread
+from deskfleet.bench.serving import PREFIX, WaysResult, is_ways_result
 from deskfleet.units import format_bytes
 
 
@@ -14,7 +16,12 @@ def render_report(paths: Sequence[Path]) -> str:
     if not paths:
         return "Nothing has been measured yet.\n"
     ordered = sorted(paths, key=lambda path: path.name, reverse=True)
-    return "\n".join(render_result(path.name, Result.read(path)) for path in ordered)
+    return "\n".join(
+        render_ways(path.name, WaysResult.read(path))
+        if is_ways_result(path)
+        else render_result(path.name, Result.read(path))
+        for path in ordered
+    )
 
 
 def render_result(file_name: str, result: Result) -> str:
@@ -38,8 +45,72 @@ def render_result(file_name: str, result: Result) -> str:
     )
 
 
+def render_ways(file_name: str, result: WaysResult) -> str:
+    """Return the section of one comparison: circumstances, then a row for each way."""
+    settings = result.settings
+    if result.name == PREFIX:
+        what = (
+            f"a prompt of {settings.get('num_prompt_tokens')} tokens and a new turn of "
+            f"{settings.get('num_turn_tokens')}; but for the cold start, all before the turn is known from an earlier "
+            "request. A lost window is made again by running one window of tokens, or exactly, by running as many "
+            "windows as the model has layers."
+        )
+    else:
+        what = (
+            f"one stream, {settings.get('num_prompt_tokens')} prompt tokens, {settings.get('num_tokens')} generated "
+            "greedily, the same in every row; prefill not counted. A checkpoint of random weights drafts no better "
+            "than chance: with one, this shows what speculation costs, not what it gains."
+        )
+    head = ways_head(result)
+    return "\n".join(
+        [
+            f"## {file_name.removesuffix('.json')}",
+            "",
+            f"{_place(result.provenance, settings)}; {what} Raw samples: `bench/results/{file_name}`.",
+            "",
+            _row(head),
+            _row(["---", *["---:"] * (len(head) - 1)]),
+            *(_row(row) for row in ways_rows(result)),
+            "",
+        ]
+    )
+
+
+def ways_head(result: WaysResult) -> list[str]:
+    """Return the names of a comparison's columns."""
+    if result.name == PREFIX:
+        return ["", "first token, s", "times as fast", "tokens found", "of them run again"]
+    return ["", "tok/s", "times as fast", "tokens a step", "drafts accepted"]
+
+
+def ways_rows(result: WaysResult) -> list[list[str]]:
+    """Return the cells of a comparison's rows, in the order in which the ways took turns."""
+    rows = []
+    for way in result.ways():
+        if result.name == PREFIX:
+            time = _cell(result.seconds(way), 3)
+            counts = [f"{result.mean(way, name):.0f}" for name in ("num_prefix_hits", "num_replayed_tokens")]
+        else:
+            time = _cell(result.rate(way))
+            steps, drafted, accepted = (
+                result.mean(way, name) for name in ("num_verify_steps", "num_drafted", "num_accepted")
+            )
+            counts = [f"{1 + accepted / steps:.2f}", f"{accepted / drafted:.1%}"] if steps else ["1.00", "-"]
+        rows.append([way, time, _cell(result.speedup(way), 2), *counts])
+    return rows
+
+
 def _circumstances(file_name: str, result: Result) -> str:
-    from_, settings = result.provenance, result.settings
+    settings = result.settings
+    return (
+        f"{_place(result.provenance, settings)}; {settings.get('num_prompt_tokens')} prompt tokens, "
+        f"{settings.get('num_tokens')} generated per stream, prefill not counted. "
+        f"Raw samples: `bench/results/{file_name}`."
+    )
+
+
+def _place(from_: Provenance, settings: Mapping[str, object]) -> str:
+    """Where, when and on what a suite was run, and how its numbers are summed up."""
     commit = "outside a checkout" if from_.commit is None else f"commit `{from_.commit[:12]}`"
     dirty = " with uncommitted changes" if from_.is_dirty else ""
     load = ", ".join(f"{value:.2f}" for value in from_.load_average)
@@ -48,14 +119,16 @@ def _circumstances(file_name: str, result: Result) -> str:
         f"{format_bytes(from_.memory_bytes)} of memory, load average {load} at the start; Python {from_.python}, "
         f"torch {from_.packages.get('torch', 'absent')}. Checkpoint `{settings.get('checkpoint')}`: "
         f"{settings.get('num_layers')} layers of width {settings.get('hidden_size')}. Median of "
-        f"{settings.get('rounds')} interleaved rounds, least and greatest in brackets; "
-        f"{settings.get('num_prompt_tokens')} prompt tokens, {settings.get('num_tokens')} generated per stream, "
-        f"prefill not counted. Raw samples: `bench/results/{file_name}`."
+        f"{settings.get('rounds')} interleaved rounds, least and greatest in brackets"
     )
 
 
-def _cell(spread: Spread) -> str:
-    return f"{spread.median:.1f} [{spread.least:.1f}-{spread.greatest:.1f}]"
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-__all__ = ["render_report", "render_result"]
+def _cell(spread: Spread, digits: int = 1) -> str:
+    return f"{spread.median:.{digits}f} [{spread.least:.{digits}f}-{spread.greatest:.{digits}f}]"
+
+
+__all__ = ["render_report", "render_result", "render_ways", "ways_head", "ways_rows"]

@@ -7,19 +7,40 @@ import shlex
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from deskfleet.bench.engine import DecodeSuite, measure_decode
 from deskfleet.bench.provenance import Provenance
+from deskfleet.bench.report import ways_head, ways_rows
 from deskfleet.bench.result import Result, Sample, Spread, result_path
+from deskfleet.bench.serving import (
+    PrefixSuite,
+    SpeculationSuite,
+    WaySample,
+    WaysResult,
+    measure_prefix,
+    measure_speculation,
+)
 from deskfleet.cli.flags import CheckpointArgument, Json, ThreadsPerRank, default_of
 from deskfleet.cli.terminal import data_console, parse_counts, print_json, say
 
-_SUITE = {
-    name: default_of(DecodeSuite, name) for name in DecodeSuite.__dataclass_fields__ if name != "checkpoint"
-}
+
+def _defaults(kind: type[DecodeSuite | PrefixSuite | SpeculationSuite]) -> dict[str, Any]:
+    return {name: default_of(kind, name) for name in kind.__dataclass_fields__ if name != "checkpoint"}
+
+
+_SUITE, _PREFIX, _SPECULATION = map(_defaults, (DecodeSuite, PrefixSuite, SpeculationSuite))
+
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Keep the result in this new file.")]
+OutDir = Annotated[
+    Path | None, typer.Option("--out-dir", metavar="DIR", help="Keep it there, named by date and suite.")
+]
+Rounds = Annotated[
+    int, typer.Option("--rounds", metavar="N", help="Rounds that count, after one of warm-up.")
+]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Tokens of each prompt.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +48,8 @@ def register(app: typer.Typer) -> None:
     suites = typer.Typer(rich_markup_mode=None)
     suites.callback()(bench)
     suites.command("engine")(engine)
+    suites.command("prefix")(prefix)
+    suites.command("speculation")(speculation)
     app.add_typer(suites, name="bench")
 
 
@@ -49,19 +72,11 @@ def engine(
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", help="Tokens to generate per stream.")
     ] = _SUITE["num_tokens"],
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", metavar="N", help="Tokens of each prompt.")
-    ] = _SUITE["num_prompt_tokens"],
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", help="Rounds that count, after one of warm-up.")
-    ] = _SUITE["rounds"],
+    prompt_tokens: PromptTokens = _SUITE["num_prompt_tokens"],
+    rounds: Rounds = _SUITE["rounds"],
     threads_per_rank: ThreadsPerRank = _SUITE["threads_per_rank"],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Keep the result in this new file.")
-    ] = None,
-    out_dir: Annotated[
-        Path | None, typer.Option("--out-dir", metavar="DIR", help="Keep it there, named by date and suite.")
-    ] = None,
+    out: Out = None,
+    out_dir: OutDir = None,
     as_json: Json = False,
 ) -> None:
     """Decode speed of the engine, by ranks and batch.
@@ -79,11 +94,7 @@ def engine(
     )
     command = shlex.join(["deskfleet", *sys.argv[1:]])
     result = asyncio.run(measure_decode(suite, Provenance.capture(command), on_sample=_say_sample))
-    if out_dir is not None:
-        out = result_path(out_dir, result.name, date.fromisoformat(result.provenance.date[:10]))
-    if out is not None:
-        result.write(out)
-        say(f"wrote {out}")
+    _keep(result, out, out_dir)
     if as_json:
         import msgspec
 
@@ -92,24 +103,116 @@ def engine(
         _print_table(result)
 
 
+def prefix(
+    checkpoint: CheckpointArgument,
+    prompt_tokens: PromptTokens = _PREFIX["num_prompt_tokens"],
+    turn_tokens: Annotated[
+        int, typer.Option("--turn-tokens", metavar="N", help="Tokens of the new turn.")
+    ] = _PREFIX["num_turn_tokens"],
+    rounds: Rounds = _PREFIX["rounds"],
+    threads_per_rank: ThreadsPerRank = _PREFIX["threads_per_rank"],
+    out: Out = None,
+    out_dir: OutDir = None,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token of a session that comes back.
+
+    Cold, with its window still there, and with the window made again in both ways; four engines side by side.
+    """
+    suite = PrefixSuite(
+        checkpoint=checkpoint,
+        num_prompt_tokens=prompt_tokens,
+        num_turn_tokens=turn_tokens,
+        rounds=rounds,
+        threads_per_rank=threads_per_rank,
+    )
+    command = shlex.join(["deskfleet", *sys.argv[1:]])
+    result = asyncio.run(measure_prefix(suite, Provenance.capture(command), on_sample=_say_way))
+    _show_ways(result, out, out_dir, as_json=as_json)
+
+
+def speculation(
+    checkpoint: CheckpointArgument,
+    drafts: Annotated[
+        str, typer.Option("--drafts", metavar="0,N,...", help="Numbers of drafts; 0 is off and comes first.")
+    ] = ",".join(map(str, _SPECULATION["num_drafts"])),
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens to generate.")] = _SPECULATION[
+        "num_tokens"
+    ],
+    prompt_tokens: PromptTokens = _SPECULATION["num_prompt_tokens"],
+    rounds: Rounds = _SPECULATION["rounds"],
+    threads_per_rank: ThreadsPerRank = _SPECULATION["threads_per_rank"],
+    out: Out = None,
+    out_dir: OutDir = None,
+    as_json: Json = False,
+) -> None:
+    """Decode speed of one stream, by number of drafts.
+
+    An engine for each number, side by side. Random weights draft no better than chance.
+    """
+    suite = SpeculationSuite(
+        checkpoint=checkpoint,
+        num_drafts=parse_counts(drafts, "--drafts"),
+        num_tokens=tokens,
+        num_prompt_tokens=prompt_tokens,
+        rounds=rounds,
+        threads_per_rank=threads_per_rank,
+    )
+    command = shlex.join(["deskfleet", *sys.argv[1:]])
+    result = asyncio.run(measure_speculation(suite, Provenance.capture(command), on_sample=_say_way))
+    _show_ways(result, out, out_dir, as_json=as_json)
+
+
+def _keep(result: Result | WaysResult, out: Path | None, out_dir: Path | None) -> None:
+    if out_dir is not None:
+        out = result_path(out_dir, result.name, date.fromisoformat(result.provenance.date[:10]))
+    if out is not None:
+        result.write(out)
+        say(f"wrote {out}")
+
+
+def _show_ways(result: WaysResult, out: Path | None, out_dir: Path | None, *, as_json: bool) -> None:
+    _keep(result, out, out_dir)
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(result))
+    else:
+        _print_rows(ways_head(result), ways_rows(result))
+
+
+def _say_way(sample: WaySample) -> None:
+    say(f"{_which(sample.round)}: {sample.way}: {sample.num_tokens} tokens in {sample.seconds_s:.2f} s")
+
+
+def _which(number: int) -> str:
+    return f"round {number}" if number else "warm-up"
+
+
 def _say_sample(sample: Sample) -> None:
-    which = f"round {sample.round}" if sample.round else "warm-up"
     say(
-        f"{which}: TP {sample.tp_size}, batch {sample.batch}: {sample.aggregate_tok_s:.1f} tok/s aggregate "
-        f"({sample.seconds_s:.1f} s)"
+        f"{_which(sample.round)}: TP {sample.tp_size}, batch {sample.batch}: "
+        f"{sample.aggregate_tok_s:.1f} tok/s aggregate ({sample.seconds_s:.1f} s)"
     )
 
 
 def _print_table(result: Result) -> None:
+    rows = []
+    for tp_size, batch in result.configurations():
+        rates = result.aggregate(tp_size, batch), result.per_stream(tp_size, batch)
+        rows.append([str(tp_size), str(batch), *map(_cell, rates)])
+    _print_rows(["TP", "batch", "tok/s aggregate", "tok/s per stream"], rows)
+
+
+def _print_rows(head: list[str], rows: list[list[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("TP", "batch", "tok/s aggregate", "tok/s per stream"):
+    for name in head:
         table.add_column(name, justify="right", no_wrap=True)
-    for tp_size, batch in result.configurations():
-        rates = result.aggregate(tp_size, batch), result.per_stream(tp_size, batch)
-        table.add_row(str(tp_size), str(batch), *map(_cell, rates))
+    for row in rows:
+        table.add_row(*row)
     data_console().print(table)
 
 
