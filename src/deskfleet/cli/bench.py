@@ -12,14 +12,21 @@ from typing import Annotated
 import typer
 
 from deskfleet.bench.engine import DecodeSuite, measure_decode
+from deskfleet.bench.engram import ReaderResult, measure_reader
 from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.result import Result, Sample, Spread, result_path
 from deskfleet.cli.flags import CheckpointArgument, Json, ThreadsPerRank, default_of
 from deskfleet.cli.terminal import data_console, parse_counts, print_json, say
+from deskfleet.errors import ConfigError
 
 _SUITE = {
     name: default_of(DecodeSuite, name) for name in DecodeSuite.__dataclass_fields__ if name != "checkpoint"
 }
+
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Keep the result in this new file.")]
+OutDir = Annotated[
+    Path | None, typer.Option("--out-dir", metavar="DIR", help="Keep it there, named by date and suite.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +34,7 @@ def register(app: typer.Typer) -> None:
     suites = typer.Typer(rich_markup_mode=None)
     suites.callback()(bench)
     suites.command("engine")(engine)
+    suites.command("engram")(engram)
     app.add_typer(suites, name="bench")
 
 
@@ -56,12 +64,8 @@ def engine(
         int, typer.Option("--rounds", metavar="N", help="Rounds that count, after one of warm-up.")
     ] = _SUITE["rounds"],
     threads_per_rank: ThreadsPerRank = _SUITE["threads_per_rank"],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Keep the result in this new file.")
-    ] = None,
-    out_dir: Annotated[
-        Path | None, typer.Option("--out-dir", metavar="DIR", help="Keep it there, named by date and suite.")
-    ] = None,
+    out: Out = None,
+    out_dir: OutDir = None,
     as_json: Json = False,
 ) -> None:
     """Decode speed of the engine, by ranks and batch.
@@ -79,17 +83,60 @@ def engine(
     )
     command = shlex.join(["deskfleet", *sys.argv[1:]])
     result = asyncio.run(measure_decode(suite, Provenance.capture(command), on_sample=_say_sample))
-    if out_dir is not None:
-        out = result_path(out_dir, result.name, date.fromisoformat(result.provenance.date[:10]))
-    if out is not None:
-        result.write(out)
-        say(f"wrote {out}")
+    _keep(result, out, out_dir)
     if as_json:
         import msgspec
 
         print_json(msgspec.to_builtins(result))
     else:
         _print_table(result)
+
+
+def engram(
+    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, on a small pack.")] = False,
+    size: Annotated[
+        float | None,
+        typer.Option("--size", metavar="GIB", min=0.01, max=1024, help="Size of the pack. [default: 8]"),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", metavar="DIR", help="Where the pack is made. [default: here]"),
+    ] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", metavar="PACK", help="Measure on this pack; packing is left out.")
+    ] = None,
+    out: Out = None,
+    out_dir: OutDir = None,
+    as_json: Json = False,
+) -> None:
+    """Speed of the row store, beside fio and other ways of reading.
+
+    Makes a pack of random rows and asks for the rows of real text, every method in its turn. `python -m
+    deskfleet_engram.bench` does the same without deskfleet, and without provenance.
+    """
+    from deskfleet_engram.bench.run import Settings, lines_of
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists; results are never overwritten", hint="name another file")
+    settings = Settings.of(quick=quick, directory=directory, size_gib=size, pack_dir=pack)
+    command = shlex.join(["deskfleet", *sys.argv[1:]])
+    result = measure_reader(settings, Provenance.capture(command), say=say)
+    _keep(result, out, out_dir)
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(result))
+    else:
+        for line in lines_of(result.measurement):
+            print(line)
+
+
+def _keep(result: Result | ReaderResult, out: Path | None, out_dir: Path | None) -> None:
+    if out_dir is not None:
+        out = result_path(out_dir, result.name, date.fromisoformat(result.provenance.date[:10]))
+    if out is not None:
+        result.write(out)
+        say(f"wrote {out}")
 
 
 def _say_sample(sample: Sample) -> None:
