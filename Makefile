@@ -19,7 +19,7 @@ help:
 	@echo 'make test    the tests, without those that take minutes (make test-slow has all)'
 	@echo 'make check   lint, types, layers, generated pages, changelog'
 	@echo 'make fix     format, fix what can be fixed, regenerate docs/reference'
-	@echo 'make bench   measure the engine into bench/results'
+	@echo 'make bench   measure the engine and the row store into bench/results'
 
 setup: $(STAMP)
 
@@ -56,6 +56,9 @@ bench: setup
 	$(BIN)/deskfleet bench engine $(TINY) --out-dir bench/results
 	$(BIN)/deskfleet bench prefix $(TINY) --out-dir bench/results
 	$(BIN)/deskfleet bench speculation $(TINY) --out-dir bench/results
+	@command -v fio >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y fio; } || \
+		echo 'bench: without fio (on Debian: apt-get install fio) the ratios to it are left out' >&2
+	$(BIN)/deskfleet bench engram --directory var/bench --out-dir bench/results
 	@$(BIN)/python tools/gen_docs.py
 
 clean:

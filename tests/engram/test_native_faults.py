@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,28 @@ def test_every_injected_fault_is_reported(
         np.testing.assert_array_equal(codes[~bad], world.expected(ids)[0][~bad])
         assert "faults injected" in reader.report["backend_detail"]
         check_sums(reader)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("second", [None, "other"])
+def test_more_failing_reads_than_buffers_still_end(world: World, backend: str, second: str | None) -> None:
+    """Every buffer holds a read that failed, and each wants to be tried again: none may wait for another's buffer."""
+    options = NativeOptions(backend=backend, depth=4, retries=2, pool_threads=2, faults="seed=3,eio=1")
+    ids = np.arange(0, len(world.rows), world.format.rows_per_block)  # a block each
+    assert len(ids) > 4
+    errors: list[RowError | None] = []
+
+    def gather() -> None:
+        with open_reader(world.place("pack", second=second), options=options) as reader:
+            store = NativeStore(reader, LAYER)
+            errors.append(failure_of(partial(store.gather, ids, *outputs(world.format, len(ids)))))
+
+    thread = threading.Thread(target=gather, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert len(errors) == 1, "the reads never ended"
+    assert errors[0] is not None
+    assert errors[0].kind == "io"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -84,17 +84,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def write(self, path: Path) -> None:
         """Write the file at `path`. Raises ConfigError when there is one already, or it cannot be written."""
-        data = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                file.write(data)
-        except FileExistsError as error:
-            raise ConfigError(
-                f"{path} exists; results are never overwritten", hint="name another file"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        write_new(path, self)
 
     @classmethod
     def read(cls, path: Path) -> Result:
@@ -103,6 +93,21 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"cannot read the result {path}: {error}") from error
+
+
+def write_new(path: Path, document: object) -> None:
+    """Write `document` as JSON at `path`. Raises ConfigError when there is a file already, or it cannot be written."""
+    data = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            file.write(data)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{path} exists; results are never overwritten", hint="name another file"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def result_path(directory: Path, name: str, day: date) -> Path:
@@ -115,4 +120,4 @@ def result_path(directory: Path, name: str, day: date) -> Path:
     return path
 
 
-__all__ = ["SCHEMA", "Provenance", "Result", "Sample", "Spread", "result_path"]
+__all__ = ["SCHEMA", "Provenance", "Result", "Sample", "Spread", "result_path", "write_new"]

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from deskfleet.bench.engine import DecodeSuite, measure_decode
+from deskfleet.bench.engram import ReaderResult, measure_reader
 from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.report import ways_head, ways_rows
 from deskfleet.bench.result import Result, Sample, Spread, result_path
@@ -25,6 +26,7 @@ from deskfleet.bench.serving import (
 )
 from deskfleet.cli.flags import CheckpointArgument, Json, ThreadsPerRank, default_of
 from deskfleet.cli.terminal import data_console, parse_counts, print_json, say
+from deskfleet.errors import ConfigError
 
 
 def _defaults(kind: type[DecodeSuite | PrefixSuite | SpeculationSuite]) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def register(app: typer.Typer) -> None:
     suites.command("engine")(engine)
     suites.command("prefix")(prefix)
     suites.command("speculation")(speculation)
+    suites.command("engram")(engram)
     app.add_typer(suites, name="bench")
 
 
@@ -163,7 +166,46 @@ def speculation(
     _show_ways(result, out, out_dir, as_json=as_json)
 
 
-def _keep(result: Result | WaysResult, out: Path | None, out_dir: Path | None) -> None:
+def engram(
+    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, on a small pack.")] = False,
+    size: Annotated[
+        float | None,
+        typer.Option("--size", metavar="GIB", min=0.01, max=1024, help="Size of the pack. [default: 8]"),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", metavar="DIR", help="Where the pack is made. [default: here]"),
+    ] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", metavar="PACK", help="Measure on this pack; packing is left out.")
+    ] = None,
+    out: Out = None,
+    out_dir: OutDir = None,
+    as_json: Json = False,
+) -> None:
+    """Speed of the row store, beside fio and other ways of reading.
+
+    Makes a pack of random rows and asks for the rows of real text, every method in its turn. `python -m
+    deskfleet_engram.bench` does the same without deskfleet, and without provenance.
+    """
+    from deskfleet_engram.bench.run import Settings, lines_of
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists; results are never overwritten", hint="name another file")
+    settings = Settings.of(quick=quick, directory=directory, size_gib=size, pack_dir=pack)
+    command = shlex.join(["deskfleet", *sys.argv[1:]])
+    result = measure_reader(settings, Provenance.capture(command), say=say)
+    _keep(result, out, out_dir)
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(result))
+    else:
+        for line in lines_of(result.measurement):
+            print(line)
+
+
+def _keep(result: Result | WaysResult | ReaderResult, out: Path | None, out_dir: Path | None) -> None:
     if out_dir is not None:
         out = result_path(out_dir, result.name, date.fromisoformat(result.provenance.date[:10]))
     if out is not None:

@@ -211,7 +211,9 @@ class BatchBuilder:
         if segment.in_full:
             return segment.start
         stop, size = segment.start + segment.num_tokens, self._tables.block_size
-        return max(segment.start, ((stop - 1) // size * size - self._config.sliding_window + 1) // size * size)
+        return max(
+            segment.start, ((stop - 1) // size * size - self._config.sliding_window + 1) // size * size
+        )
 
     def _hash(self, segment: Segment) -> np.ndarray:
         if self._geometry is None:

@@ -158,9 +158,13 @@ void Store::TicketList::remove(Ticket* ticket) {
 // ------------------------------------------------------------------------------------------------ starting reads
 
 void Store::issue() {
-  while (!retries_.empty() && !free_.empty()) {
+  while (!retries_.empty()) {
     Read* failed = retries_.front();
     retries_.pop_front();
+    if (failed->waiters && free_.empty()) {
+      send(failed);  // into its own buffer: when all of them hold reads that failed, no other comes free
+      continue;
+    }
     if (failed->waiters) {
       Read* fresh = free_.front();
       free_.pop_front();
