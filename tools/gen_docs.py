@@ -23,9 +23,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from deskfleet.bench.engram import is_reader_result, latest, render_page, render_plot
-
 from deskfleet import env, errors
+from deskfleet.bench.engram import is_reader_result, latest, render_page, render_plot
 from deskfleet.bench.report import render_report
 from deskfleet.cli.app import VERBS, main
 from deskfleet.errors import DeskfleetError

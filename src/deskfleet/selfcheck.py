@@ -58,14 +58,18 @@ LIMITS = {
     SPECULATION_TOKEN: 0.0,
     WARM: 0.0,
     WARM_EXACT: 0.0,
-    WARM_WINDOW: 0.10,
+    WARM_WINDOW: 0.5,
     BATCH: 0.0,
     PREEMPTED: 0.0,
     REPEAT: 0.0,
 }
 """Every check in the order of the report, and the most it may differ by on the CPU engine: tokens that differ where
 speculation is compared, elsewhere the relative RMS of one position's logits (RMS of the difference over the standard
-deviation of the logits; 0 means equal bits)."""
+deviation of the logits; 0 means equal bits).
+
+A window replay is near the cold result, not equal: random weights, which have no habit to fall back on, were seen to
+differ by up to 0.4. Text that has nothing to do with the prompt differs by 1.4, and that is what this limit tells
+apart."""
 
 Verdict = Literal["pass", "fail", "skip"]
 Ids = tuple[int, ...]
@@ -408,7 +412,8 @@ def _logits(entry: TokenLogprob, vocab_size: int) -> np.ndarray:
         row[token_id] = logprob
     if np.isnan(row).any():
         raise EngineError(f"of {vocab_size} log probabilities only {len(entry.top)} came")
-    return row - row.mean()
+    logits: np.ndarray = row - row.mean()
+    return logits
 
 
 async def _answers(engine: EngineClient, prompts: Sequence[Ids], sampling: SamplingParams) -> list[_Answer]:
@@ -525,7 +530,7 @@ async def _ask_returning(
         reason = f"a replay of {depth} tokens is more than the {len(questions.sessions[-1])} of the longest session"
         return [*checks, _undecided(WARM, "skip", reason), _undecided(name, "skip", reason)]
     visits = [await _visit(engine, questions, number) for number in map(questions.sessions.index, sessions)]
-    many = f"{len(sessions)} sessions, {_lengths_of(sessions)}"
+    many = f"{len(sessions)} session{'s' if len(sessions) > 1 else ''}, {_lengths_of(sessions)}"
     rows = slice(None) if replay == "exact" else slice(1)  # after one token, greedy texts may part
     warm = [_Pair(visit.label, visit.warm.logits, visit.cold.logits) for visit in visits]
     lost = [_Pair(visit.label, visit.lost.logits[rows], visit.cold.logits[rows]) for visit in visits]

@@ -26,8 +26,8 @@ from tests.engine.lockstep import Lockstep
 Drafts = dict[tuple[str, int], tuple[int, ...]]
 """Draft tokens by request and number of tokens it has got."""
 
-REQUESTS = [adding(f"r{i}", random_ids(3 + 31 * i % 137, seed=i), greedy(6 + 5 * i % 19)) for i in range(24)]
-CANCELLED = ("r3", "r11", "r17")
+REQUESTS = [adding(f"r{i}", random_ids(3 + 31 * i % 97, seed=i), greedy(10 + 7 * i % 17)) for i in range(16)]
+CANCELLED = ("r3", "r11", "r14")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def compare_drafts(found: Drafts, alone: Drafts) -> int:
     return len(common)
 
 
-TIGHT = {"num_blocks": 40}  # of 16 tokens, for 16 requests of up to 165: somebody is always pushed out
+TIGHT = {"num_blocks": 12}  # of 16 tokens, for requests of up to 120: somebody is always pushed out
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_answers_do_not_depend_on_company(runner, alone, speculation, limits) ->
     compare(churn(core, REQUESTS, seed=len(speculation) + len(limits)), alone[0])
     assert (core.stats.num_preempted > 0) == bool(limits)
     if speculation != "off":
-        assert compare_drafts(drafts, alone[1]) > 50
+        assert compare_drafts(drafts, alone[1]) > 40
         assert core.stats.num_accepted > 0
 
 
@@ -148,14 +148,14 @@ def test_answers_do_not_depend_on_ranks(alone, tp_size: int, dcp_size: int) -> N
     group = Lockstep(
         checkpoint(),
         tp_size,
-        replace(plain_limits(8, 256), num_blocks=40, dcp_size=dcp_size),
+        replace(plain_limits(8, 256), num_blocks=24, dcp_size=dcp_size),
         pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
         with_drafts=True,
     )
     with group:
         core = core_over(group.leader, "5", max_num_batched_tokens=96)
-        found = churn(core, REQUESTS[:10], seed=tp_size)
-    compare(found, {request.request_id: alone[0][request.request_id] for request in REQUESTS[:10]})
+        found = churn(core, REQUESTS[:7], seed=tp_size)
+    compare(found, {request.request_id: alone[0][request.request_id] for request in REQUESTS[:7]})
     assert group.not_finite == []
 
 

@@ -67,21 +67,21 @@ def cold_logits(recording: Recording, prompts: Sequence[Sequence[int]]) -> list[
     return [visit(core, recording, ids, f"cold {number}")[1] for number, ids in enumerate(prompts)]
 
 
-def sessions(length: int) -> list[tuple[int, ...]]:
-    """A, B, and each of them again with a new turn."""
-    first, second = random_ids(length, seed=1), random_ids(length, seed=2)
-    return [first, second, first + random_ids(20, seed=3), second + random_ids(20, seed=4)]
+def sessions(length: int, count: int) -> list[tuple[int, ...]]:
+    """So many sessions, and each of them again with a new turn."""
+    first = [random_ids(length, seed=1 + number) for number in range(count)]
+    return first + [ids + random_ids(20, seed=11 + number) for number, ids in enumerate(first)]
 
 
 def alternate(
-    runner: ModelRunner, length: int, replay: PrefixReplay, limits: dict[str, int]
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], replay: PrefixReplay, limits: dict[str, int]
 ) -> tuple[list[float], list[int], EngineCore]:
-    """Both sessions and their return: relative RMS to a cold start, and rows run, of each."""
+    """Visit all prompts in turn: relative RMS to a cold start, and rows run, of each."""
     recording = Recording(runner)
-    colds = cold_logits(recording, sessions(length))
+    colds = cold_logits(recording, prompts)
     core = core_over(recording, limits=limits, prefix_replay=replay, max_num_batched_tokens=64)
     differences, rows = [], []
-    for ids, cold in zip(sessions(length), colds, strict=True):
+    for ids, cold in zip(prompts, colds, strict=True):
         _, warm, num_rows = visit(core, recording, ids, f"{len(rows)}")
         differences.append(((warm - cold).square().mean().sqrt() / cold.std()).item())
         rows.append(num_rows)
@@ -89,34 +89,43 @@ def alternate(
     return differences, rows, core
 
 
-def test_returning_sessions_re_read_at_most_a_window(runner: ModelRunner) -> None:
-    """Two long sessions take turns over a pool with room for one window; neither reads its past again."""
-    differences, rows, core = alternate(runner, 600, "window", ONE_TAIL)
-    assert rows[:2] == [600, 600]
-    for count in rows[2:]:
-        # 600 is not whole blocks of 16: the last 8 tokens and the new turn are run, and at most one window.
-        assert count <= 20 + 600 % 16 + WINDOW
+NEW = 20 + 600 % 16  # 600 is not whole blocks of 16: the last 8 tokens and the new turn are run in any case
+
+
+def test_two_sessions_over_a_pool_for_one_window(runner: ModelRunner) -> None:
+    """They take turns, and neither reads its past again: chunks' windows make room before a session's last one does."""
+    differences, rows, core = alternate(runner, sessions(600, 2), "window", ONE_TAIL)
+    assert differences == [0, 0, 0, 0]
+    assert rows == [600, 600, NEW, NEW]
+    assert core.stats.num_replayed_tokens <= WINDOW
+
+
+def test_a_lost_window_is_replayed_alone(runner: ModelRunner) -> None:
+    """More sessions than there is room for: whoever lost its window runs one window again, and not its past."""
+    differences, rows, core = alternate(runner, sessions(600, 7), "window", ONE_TAIL)
+    assert rows[:7] == [600] * 7
+    assert max(rows[7:]) == NEW + WINDOW
     assert core.stats.num_replayed_tokens >= WINDOW
     measured.append(f"prefix cache, window replay: largest relative RMS of logits {max(differences):.4f}")
-    assert max(differences) <= WINDOW_REPLAY_LIMIT
-    assert differences[:2] == [0, 0]
+    assert 0 < max(differences) <= WINDOW_REPLAY_LIMIT
+    assert differences[:7] == [0] * 7
 
 
 def test_an_exact_replay_gives_the_bits_of_a_cold_start(runner: ModelRunner) -> None:
-    differences, rows, core = alternate(runner, 600, "exact", ONE_TAIL)
-    assert differences == [0, 0, 0, 0]
+    differences, rows, core = alternate(runner, sessions(600, 7), "exact", ONE_TAIL)
+    assert differences == [0] * 14
     reach = (WINDOW - 1) * runner.config.num_hidden_layers
-    assert max(rows[2:]) == 20 + 600 % 16 + reach
+    assert max(rows[7:]) == NEW + reach
     assert core.stats.num_replayed_tokens >= reach
 
 
 @pytest.mark.parametrize("replay", ["window", "exact"])
 def test_with_room_for_their_windows_nothing_is_replayed(runner: ModelRunner, replay: PrefixReplay) -> None:
-    differences, rows, core = alternate(runner, 600, replay, {})
-    assert differences == [0, 0, 0, 0]
-    assert rows == [600, 600, 28, 28]
+    differences, rows, core = alternate(runner, sessions(600, 4), replay, {})
+    assert differences == [0] * 8
+    assert rows == [600] * 4 + [NEW] * 4
     assert core.stats.num_replayed_tokens == 0
-    assert core.stats.num_window_hits == core.stats.num_prefix_hits == 2 * 592
+    assert core.stats.num_window_hits == core.stats.num_prefix_hits == 4 * 592
 
 
 @pytest.mark.parametrize("length", [95, 96, 97, 111, 112])

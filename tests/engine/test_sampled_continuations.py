@@ -33,7 +33,6 @@ from tests.engine.memo import MemoRunner, Tokens, text_segment
 
 P_LEAST = 1e-6
 FEW, MANY = 4_000, 100_000
-PLANTED = 2_000  # a bias shows with half of the few
 NUM_TOKENS = 4  # the first comes with the prompt, the others from steps with up to two drafts
 PROMPT = random_ids(6, seed=1)
 ALLOWED = (136, 271, 411)  # no prefix of these makes one of them rarer than 1 %
@@ -196,9 +195,16 @@ def one_coin_for_all_steps(target: np.ndarray, drafts: Sequence[int], drafted: A
 
 
 @pytest.mark.parametrize(
-    "biased",
-    [redrawn_after_a_cut, judged_at_another_temperature, redrawn_from_the_target, one_coin_for_all_steps],
+    ("biased", "num_seeds"),  # fewer than what the engine itself has to stand
+    [
+        (redrawn_after_a_cut, 2_000),
+        (judged_at_another_temperature, 1_000),
+        (redrawn_from_the_target, 1_000),
+        (one_coin_for_all_steps, 1_000),
+    ],
 )
-def test_planted_biases_are_found(memo, expected, monkeypatch, biased) -> None:
+def test_planted_biases_are_found(memo, expected, monkeypatch, biased, num_seeds: int) -> None:
     monkeypatch.setattr("deskfleet.engine.core.verify", biased)
-    assert judge(memo, expected, "block", PLANTED) < P_LEAST
+    chance = judge(memo, expected, "block", num_seeds)
+    measured.append(f"{num_seeds} continuations, planted: {biased.__name__}: p = {chance:.3g}")
+    assert chance < P_LEAST

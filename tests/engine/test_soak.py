@@ -24,8 +24,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from deskfleet.endpoint import Constraint, EngineStats, GenerateRequest, SamplingParams
+from deskfleet.endpoint import Constraint, EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.errors import DeskfleetError
@@ -289,6 +289,47 @@ async def soak(minutes: float, tp_size: int) -> Outcome:
         thirds_bytes=memory.thirds(),
         stats=stats,
     )
+
+
+class Confused:
+    """An engine that gives everybody the same answer."""
+
+    failure = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        yield TokenChunk((7, 8, 9), None, len(request.prompt_token_ids), "stop")
+
+    async def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        return np.zeros((len(token_ids), 2), np.float32)
+
+
+async def test_answers_of_others_are_seen() -> None:
+    scored = Scored((3, 4), np.ones((2, 2), np.float32))
+    tokenizer = load_tokenizer(checkpoint().directory)
+    work = Soak(Confused(), [Known("short", (3,), (7, 8))], [scored], tokenizer, ())  # type: ignore[arg-type]
+    for ask in (work.ask_known, work.ask_sampled, work.ask_json, work.ask_score):
+        work.faults.clear()
+        await ask("r1")
+        assert work.faults
+    assert work.num_asked == Counter(short=1, sampled=1, json=1, score=1)
+
+
+def test_what_is_left_over_is_seen() -> None:
+    good = EngineStats(
+        num_finished=9, num_cancelled=1, num_preempted=1, num_prefix_hits=1, num_accepted=1, num_blocks=5,
+        num_free_blocks=5, num_window_blocks=6, num_free_window_blocks=6,
+    )  # fmt: skip
+    outcome = Outcome(1.0, 1, {"short": 10}, 1, [], {"rank 0": (100.0, 105.0)}, good)
+    assert outcome.shortcomings() == []
+    for changes, words in (
+        ({"stats": replace(good, num_free_blocks=4)}, "blocks leaked"),
+        ({"stats": replace(good, num_free_window_blocks=5)}, "window blocks leaked"),
+        ({"stats": replace(good, num_finished=8)}, "requests unaccounted for"),
+        ({"stats": replace(good, num_waiting=1)}, "requests left over"),
+        ({"faults": ["r1: no"]}, "1 wrong answers, e.g. r1: no"),
+        ({"thirds_bytes": {"rank 0": (100 * 2**20, 106 * 2**20)}}, "rank 0 grew from 100.0 to 106.0 MiB"),
+    ):
+        assert replace(outcome, **changes).shortcomings() == [words]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

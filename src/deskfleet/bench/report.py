@@ -52,14 +52,15 @@ def render_ways(file_name: str, result: WaysResult) -> str:
         what = (
             f"a prompt of {settings.get('num_prompt_tokens')} tokens and a new turn of "
             f"{settings.get('num_turn_tokens')}; but for the cold start, all before the turn is known from an earlier "
-            "request. A lost window is made again by running one window of tokens, or exactly, by running as many "
+            "request. Of the tokens found, those of a lost window are run again: one window, or exactly, as many "
             "windows as the model has layers."
         )
     else:
         what = (
             f"one stream, {settings.get('num_prompt_tokens')} prompt tokens, {settings.get('num_tokens')} generated "
-            "greedily, the same in every row; prefill not counted. A checkpoint of random weights drafts no better "
-            "than chance: with one, this shows what speculation costs, not what it gains."
+            "greedily, the same in every row; prefill not counted. How many drafts are accepted is the checkpoint's "
+            "doing: one of `make-tiny` has its likeliest next tokens built in, for its drafts as well, and random "
+            "weights without such habits get nearly none right. Neither says anything about a trained model."
         )
     head = ways_head(result)
     return "\n".join(
@@ -79,7 +80,7 @@ def render_ways(file_name: str, result: WaysResult) -> str:
 def ways_head(result: WaysResult) -> list[str]:
     """Return the names of a comparison's columns."""
     if result.name == PREFIX:
-        return ["", "first token, s", "times as fast", "tokens found", "of them run again"]
+        return ["", "first token, ms", "times as fast", "found", "run again"]
     return ["", "tok/s", "times as fast", "tokens a step", "drafts accepted"]
 
 
@@ -88,7 +89,7 @@ def ways_rows(result: WaysResult) -> list[list[str]]:
     rows = []
     for way in result.ways():
         if result.name == PREFIX:
-            time = _cell(result.seconds(way), 3)
+            time = _cell(result.milliseconds(way), 0)
             counts = [f"{result.mean(way, name):.0f}" for name in ("num_prefix_hits", "num_replayed_tokens")]
         else:
             time = _cell(result.rate(way))

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from deskfleet.bench.provenance import Provenance
-from deskfleet.bench.result import Spread
+from deskfleet.bench.result import Spread, write_new
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.errors import ConfigError, EngineError
@@ -64,9 +64,9 @@ class WaysResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the ways in the order in which they took turns."""
         return list(dict.fromkeys(sample.way for sample in self.samples))
 
-    def seconds(self, way: str) -> Spread:
-        """Return the spread of the seconds that the work took."""
-        return Spread.of(sample.seconds_s for sample in self._of(way))
+    def milliseconds(self, way: str) -> Spread:
+        """Return the spread of the time that the work took, in milliseconds."""
+        return Spread.of(1000 * sample.seconds_s for sample in self._of(way))
 
     def rate(self, way: str) -> Spread:
         """Return the spread of tokens per second."""
@@ -86,17 +86,7 @@ class WaysResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def write(self, path: Path) -> None:
         """Write the file at `path`. Raises ConfigError when there is one already, or it cannot be written."""
-        data = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                file.write(data)
-        except FileExistsError as error:
-            raise ConfigError(
-                f"{path} exists; results are never overwritten", hint="name another file"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        write_new(path, self)
 
     @classmethod
     def read(cls, path: Path) -> WaysResult:
@@ -119,7 +109,7 @@ class PrefixSuite:
     checkpoint: Path
     num_prompt_tokens: int = 1024
     num_turn_tokens: int = 32
-    rounds: int = 4
+    rounds: int = 3
     threads_per_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -276,11 +266,12 @@ async def _take_turns(
 ) -> WaysResult:
     """Start an engine for each way, and measure them in rounds of which the first is warm-up."""
     taken: list[WaySample] = []
+    engines = {
+        way: EngineClient(checkpoint, options) for way, options in ways.items()
+    }  # all are checked first
     async with AsyncExitStack() as stack:
-        engines = {
-            way: await stack.enter_async_context(EngineClient(checkpoint, options))
-            for way, options in ways.items()
-        }
+        for engine in engines.values():
+            await stack.enter_async_context(engine)
         for number in range(suite.rounds + 1):
             for way, engine in engines.items():
                 got = await measure(engine, number)

@@ -151,7 +151,7 @@ def speculation(
 ) -> None:
     """Decode speed of one stream, by number of drafts.
 
-    An engine for each number, side by side. Random weights draft no better than chance.
+    An engine for each number, side by side. Only a trained checkpoint shows what drafts are worth.
     """
     suite = SpeculationSuite(
         checkpoint=checkpoint,

@@ -61,12 +61,15 @@ class BlockPool:
             del self._free[block]
         self._references[block] += 1
 
-    def drop(self, block: int) -> None:
-        """One reference less; the last one frees the block, with its memory."""
+    def drop(self, block: int, *, first: bool = False) -> None:
+        """One reference less; the last one frees the block, with its memory.
+
+        With `first`, and when nobody can find it, it is the first to be taken.
+        """
         self._references[block] -= 1
         if self._references[block] == 0:
             self._free[block] = None
-            if self._hash_of[block] is None:  # nobody can find it: take it first
+            if first or self._hash_of[block] is None:
                 self._free.move_to_end(block, last=False)
 
     def remember(self, block: int, content: bytes) -> None:
@@ -210,7 +213,8 @@ class CacheManager:
         passed = (done // self.block_size * self.block_size - self._reach) // self.block_size
         for number in range(held.first_window, passed):
             if held.window_blocks[number] != NULL_BLOCK:
-                self.window_pool.drop(held.window_blocks[number])
+                # Of little use to anybody: sessions come back to where they ended, not to where a chunk did.
+                self.window_pool.drop(held.window_blocks[number], first=True)
                 held.window_blocks[number] = NULL_BLOCK
         held.first_window = max(held.first_window, passed)
 
