@@ -35,7 +35,13 @@ REFERENCE = Path("docs/reference")
 WIDTH = "100"
 NOTICE = "<!-- Made by tools/gen_docs.py (make fix). Changes belong into what it describes. -->\n"
 
-COMMANDS = (*((verb,) for verb in VERBS), ("bench", "engine"), ("bench", "engram"))
+COMMANDS = (
+    *((verb,) for verb in VERBS),
+    ("bench", "engine"),
+    ("bench", "engram"),
+    ("bench", "prefix"),
+    ("bench", "speculation"),
+)
 
 
 def cli_page() -> str:

@@ -261,6 +261,18 @@ def goes_on_without_its_window(engine: LocalEngine) -> None:
     engine.patch.setattr(CacheManager, "admit", hasty)
 
 
+def salad_on_a_hit(engine: LocalEngine) -> None:
+    """Whoever continues a known prefix gets logits that have nothing to do with it."""
+    lead = engine.core._runner.lead
+
+    def mixed(*arguments: Any) -> Any:
+        logits = lead(*arguments)
+        is_hit = any(request.num_cached_tokens for request in engine.core.scheduler.running)
+        return logits.roll(1, -1) if is_hit else logits
+
+    engine.patch.setattr(engine.core._runner, "lead", mixed)
+
+
 def replays_too_little(engine: LocalEngine) -> None:
     """An exact replay forgets that every layer looks a window further back."""
     engine.core.cache._num_layers = 1
@@ -307,7 +319,9 @@ FAULTS: list[tuple[Fault, set[str], set[str]]] = [
     (merges_one_too_few, {DCP_2}, {TP_2, STEPWISE}),
     (partial(believes_every_draft, acceptance="block"), {SPECULATION_BLOCK}, {SPECULATION_TOKEN}),
     (partial(believes_every_draft, acceptance="token"), {SPECULATION_TOKEN}, {SPECULATION_BLOCK}),
-    (goes_on_without_its_window, {WARM, WARM_EXACT, WARM_WINDOW}, {CHUNKED, BATCH}),
+    # On these weights a missing window is no farther from the truth than one that is replayed alone may be.
+    (goes_on_without_its_window, {WARM, WARM_EXACT}, {CHUNKED, BATCH}),
+    (salad_on_a_hit, {WARM, WARM_EXACT, WARM_WINDOW}, {CHUNKED, BATCH}),
     (replays_too_little, {WARM_EXACT}, {REPEAT}),
     (mixes_up_rows, {BATCH, PREEMPTED}, {REPEAT, STEPWISE}),
     (resumes_without_output, {PREEMPTED}, {BATCH, REPEAT}),

@@ -197,5 +197,29 @@ def test_a_planted_nan_fails_its_request_and_no_other(runner, alone) -> None:
     assert core.stats.num_prefix_hits == 0
 
 
+def test_a_score_that_is_pushed_out_gives_every_row_once(runner) -> None:
+    """It starts again from the beginning, but the client has the first rows already."""
+    ids = random_ids(95, seed=40)
+    score = adding("score", ids, greedy(1), score=True)
+
+    def rows_of(core: EngineCore) -> bytes:
+        rows = b""
+        while core.has_work:
+            rows += b"".join(output.logits or b"" for output in core.step())
+        return rows
+
+    core = core_over(runner, prefix_cache=False)
+    core.add(score)
+    expected = rows_of(core)
+    assert len(expected) == 95 * runner.config.vocab_size * 4
+    core = core_over(runner, prefix_cache=False, limits={"num_blocks": 8}, max_num_batched_tokens=4)
+    core.add(adding("stream", random_ids(14, seed=41), greedy(60)))
+    core.step()
+    core.step()
+    core.add(score)
+    assert rows_of(core) == expected
+    assert core.stats.num_preempted > 0
+
+
 def replace_id(request: AddRequest, name: str) -> AddRequest:
     return adding(name, request.token_ids, request.sampling)

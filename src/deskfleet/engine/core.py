@@ -271,6 +271,10 @@ class EngineCore:
         )
 
     def _scored(self, request: Request, logits: np.ndarray) -> RequestOutput:
+        # One that was pushed out starts again from the beginning; its first rows are known already.
+        first = request.num_computed_tokens - len(logits)
+        logits = logits[max(request.num_scored_tokens - first, 0) :]
+        request.num_scored_tokens = max(request.num_scored_tokens, request.num_computed_tokens)
         done = request.num_uncomputed_tokens == 0
         if done:
             self._finish(request)

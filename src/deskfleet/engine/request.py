@@ -33,6 +33,7 @@ class Request:
     seed: int
     images: tuple[ImagePixels, ...] = ()
     score: bool = False
+    num_scored_tokens: int = 0  # whose logits were given out
     arrival_s: float = 0.0
     deadline_s: float | None = None
     output_token_ids: list[int] = field(default_factory=list)
