@@ -119,7 +119,7 @@ def test_padding_left_unwritten_would_be_seen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(weights, "_zero_padding", lambda local, shard: None)
     group = group_of(3, poisoned)
     assert {entry.split(":")[0] for entry in group.not_finite} == {"rank 2"}
-    core = EngineCore(group.leader, token_map(), max_num_batched_tokens=64)
+    core = EngineCore(group.leader, token_map(), CoreOptions(max_num_batched_tokens=64))
     core.add(AddRequest("decode", SCORED[:20], bytes(20), (), greedy(1)))
     with group:
         core.step()

@@ -155,7 +155,7 @@ class CacheManager:
         request.num_cached_tokens, request.num_computed_tokens = cached, start
         has_window = start == cached
         count = cached // self.block_size
-        first_window = max(cached - self._reach, 0) // self.block_size
+        first_window = self._first_seen(cached)
         request.window_from = first_window * self.block_size if has_window else start
         for number in range(count):
             block = self._known(self.global_pool, request.block_hashes[number])
@@ -185,8 +185,7 @@ class CacheManager:
         have, needed = len(held.global_blocks), -(-stop // self.block_size)
         # Rows that a later step sees, also one that begins at the last block before the end: the same prompt again has
         # to run its last token at least.
-        last_block = (stop - 1) // self.block_size * self.block_size
-        first_window = max(start, last_block - self._reach) // self.block_size
+        first_window = max(start // self.block_size, self._first_seen(stop - 1))
         windows = [n for n in range(first_window, needed) if n >= have or held.window_blocks[n] == NULL_BLOCK]
         if max(needed - have, 0) > self.global_pool.num_free or len(windows) > self.window_pool.num_free:
             return False
@@ -210,11 +209,12 @@ class CacheManager:
                 if held.window_blocks[number] != NULL_BLOCK:
                     self.window_pool.remember(held.window_blocks[number], request.block_hashes[number])
             held.num_remembered = max(held.num_remembered, done // self.block_size)
-        passed = (done // self.block_size * self.block_size - self._reach) // self.block_size
+        passed = self._first_seen(done)
+        # A prompt comes again, and a session comes back to where it ended; nobody to where one of its chunks did.
+        prompt_end = self._first_seen(request.num_prompt_tokens - 1)
         for number in range(held.first_window, passed):
             if held.window_blocks[number] != NULL_BLOCK:
-                # Of little use to anybody: sessions come back to where they ended, not to where a chunk did.
-                self.window_pool.drop(held.window_blocks[number], first=True)
+                self.window_pool.drop(held.window_blocks[number], first=number < prompt_end)
                 held.window_blocks[number] = NULL_BLOCK
         held.first_window = max(held.first_window, passed)
 
@@ -267,8 +267,12 @@ class CacheManager:
                 return count * self.block_size, count * self.block_size
         return (cached, start) if start > 0 else (0, 0)
 
+    def _first_seen(self, position: int) -> int:
+        """The first block that a request sees which goes on at the block of `position`."""
+        return max(position // self.block_size * self.block_size - self._reach, 0) // self.block_size
+
     def _has_window(self, request: Request, count: int) -> bool:
-        first = max(count * self.block_size - self._reach, 0) // self.block_size
+        first = self._first_seen(count * self.block_size)
         return all(self.window_pool.find(request.block_hashes[n]) is not None for n in range(first, count))
 
     def _extend_hashes(self, request: Request, count: int) -> None:

@@ -65,7 +65,7 @@ class EngineOptions:
     kv_cache_tokens: int | None = None
     num_window_tails: int = 32
     prefix_cache: bool = True
-    prefix_replay: PrefixReplay = "window"
+    prefix_replay: PrefixReplay = "exact"
     speculation: str = "off"
     decoder_replay: bool = False
     engram_pack: Path | None = None

@@ -45,7 +45,7 @@ class CoreOptions:
     max_num_batched_tokens: int = 512
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     prefix_cache: bool = True
-    prefix_replay: PrefixReplay = "window"
+    prefix_replay: PrefixReplay = "exact"
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
 
 
