@@ -196,7 +196,7 @@ async def measure_prefix(
     ways = {
         "cold": replace(plain, prefix_cache=False),
         "window kept": replace(plain, num_window_tails=2 * num_visitors),
-        "window replayed": plain,
+        "window replayed": replace(plain, prefix_replay="window"),
         "replayed exactly": replace(plain, prefix_replay="exact"),
     }
     settings = {"num_prompt_tokens": suite.num_prompt_tokens, "num_turn_tokens": suite.num_turn_tokens}
