@@ -338,6 +338,26 @@ def test_a_source_that_changed_between_runs_is_refused(tmp_path: Path, change: s
     assert verify(tmp_path / "pack", level="full", source=source).is_sound
 
 
+def test_restart_discards_columns_that_the_interrupted_run_had_finished(tmp_path: Path) -> None:
+    """Their checksums are sound and their identity the same; their rows are of the source as it was."""
+    source = make_checkpoint(tmp_path / "model")
+
+    def stop(progress: PackProgress) -> None:
+        if (tmp_path / "pack/L01/c00.egp").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, tmp_path / "pack", extent_bytes=8192, on_progress=stop)
+    with source.table(1).weight.path.open("r+b") as file:
+        file.seek(source.table(1).weight.offset_bytes + 256 * 3 + 7)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    report = pack(source, tmp_path / "pack", extent_bytes=8192, restart=True)
+    assert report.num_adopted == 0
+    assert verify(tmp_path / "pack", level="full", source=source).is_sound
+
+
 def test_a_source_that_changes_while_it_is_packed_is_noticed(source: Source, tmp_path: Path) -> None:
     def touch(progress: PackProgress) -> None:
         os.utime(source.table(3).weight.path, ns=(1, 1))

@@ -118,7 +118,7 @@ def pack(
 
     Columns that are complete already are kept, those of an interrupted run are continued, complete files without
     a manifest are read through and adopted. `max_bytes_per_s` limits reading from the source. `restart` discards
-    unfinished columns; `allow_holes` accepts a source whose rows lie in holes of a sparse file.
+    every column that no manifest lists; `allow_holes` accepts a source whose rows lie in holes of a sparse file.
 
     Raises SpaceError when the disk is too small or fills up, IdentityError when `pack_dir` holds a pack of
     another checkpoint or a column does not exist, SourceError when the source cannot be read, and PackError
@@ -249,6 +249,12 @@ class _Packing:
             if restart or path not in wanted:
                 path.unlink()
         if restart:
+            # A column that the interrupted run finished is of the source as it was then: its checksums are sound,
+            # and only the journal, which goes, would have told that the source changed since.
+            listed = {self._path(place) for place in self._digests}
+            for path in self._pack_dir.glob("L*/c*.egp"):
+                if path not in listed:
+                    path.unlink()
             (self._pack_dir / JOURNAL_NAME).unlink(missing_ok=True)
 
     def _path(self, place: _Place) -> Path:
