@@ -4,8 +4,8 @@
 
 cli.md is what each verb's --help prints, environment.md the registry in deskfleet.env, errors.md the tree in
 deskfleet.errors, chat-completions.md the tables of deskfleet.gateway.fields, benchmarks.md and engram-reader.md (with
-its picture) the files in bench/results. ARCHITECTURE.md carries the tree of modules, each with the first sentence of
-its docstring. Nothing of this is written by hand.
+its picture) the files in bench/results, planner.md the text and figures of deskfleet.planner.evidence. ARCHITECTURE.md
+carries the tree of modules, each with the first sentence of its docstring. Nothing of this is written by hand.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from deskfleet.bench.report import render_report
 from deskfleet.cli.app import VERBS, main
 from deskfleet.errors import DeskfleetError
 from deskfleet.gateway import fields
+from deskfleet.planner.evidence import page as planner_evidence
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path("docs/reference")
@@ -160,6 +161,11 @@ def chat_completions_page() -> str:
     )
 
 
+def planner_page() -> str:
+    """Return how to read a plan, and how its arithmetic stands against published figures."""
+    return "\n".join([planner_evidence.TITLE, NOTICE, planner_evidence.render_body()])
+
+
 def architecture_page() -> str:
     """Return ARCHITECTURE.md with its tree of modules renewed."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
@@ -207,6 +213,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "benchmarks.md": benchmarks_page,
     REFERENCE / "engram-reader.md": engram_reader_page,
     REFERENCE / "engram-reader.svg": engram_reader_plot,
+    REFERENCE / "planner.md": planner_page,
 }
 
 

@@ -28,6 +28,7 @@ from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.app import serving
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.planner.native import RankCheck, check_rank, native_lines
 
 _LAST_WORDS_S = 1.0  # after the engine's death, how long clients are still told of it
 
@@ -42,9 +43,13 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
-    """Every rank is loaded and has met the others; the port is still closed."""
+    """Every rank is loaded and has met the others; the port is still closed.
+
+    `memory` holds against each other what was planned for each rank and what its process reports.
+    """
 
     ranks: tuple[LoadedRank, ...]
+    memory: tuple[RankCheck, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class Ready:
 
     endpoint: Endpoint
     ranks: tuple[LoadedRank, ...]
+    memory: tuple[RankCheck, ...]
     engram: EngramSource | None
 
     @property
@@ -105,14 +111,24 @@ async def _launch(options: ServeOptions, on_event: Callable[[ServeEvent], None])
     engine = EngineClient(checkpoint, options.engine, on_load=on_event)  # refuses an impossible layout
     check_port(settings.host, settings.port)
     async with engine:
-        ranks = engine.ranks
-        on_event(RanksReady(ranks))
+        ranks, memory = engine.ranks, check_memory(engine)
+        on_event(RanksReady(ranks, memory))
         await check_answers(engine)
         async with serving(engine, settings) as endpoint:
-            on_event(Ready(endpoint, ranks, engine.engram))
+            on_event(Ready(endpoint, ranks, memory, engine.engram))
             failure = await engine.wait_failed()
             await asyncio.sleep(_LAST_WORDS_S)
             raise failure
+
+
+def check_memory(engine: EngineClient) -> tuple[RankCheck, ...]:
+    """Plan every rank of a loaded engine and compare. Raises EngineError while it is loading."""
+    return tuple(
+        check_rank(
+            native_lines(engine.plan, engine.limits, memory.rank, with_drafts=engine.with_drafts), memory
+        )
+        for memory in engine.memory
+    )
 
 
 async def check_answers(engine: EngineClient) -> None:
@@ -222,6 +238,7 @@ __all__ = [
     "ServeOptions",
     "ServerThread",
     "check_answers",
+    "check_memory",
     "check_port",
     "default_model_id",
     "serve",

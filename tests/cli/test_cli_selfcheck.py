@@ -35,7 +35,6 @@ from deskfleet.engine.blocks import CacheManager
 from deskfleet.engine.client import EngineOptions
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.limits import resolve_limits
 from deskfleet.engine.messages import AddRequest, RequestOutput
 from deskfleet.engine.model import indexer
 from deskfleet.engine.rank import token_map
@@ -44,6 +43,7 @@ from deskfleet.engine.scheduler import Scheduler
 from deskfleet.engine.speculate import SpeculationOptions, Verdict
 from deskfleet.errors import ConfigError, EngineError
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.limits import resolve_limits
 from deskfleet.selfcheck import (
     BATCH,
     CHUNKED,

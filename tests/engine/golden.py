@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from deskfleet.engine import ops
 from deskfleet.engine.batch import Batch, Segment
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.model.block import Block
 from deskfleet.engine.model.draft import Anchor, Proposal
 from deskfleet.engine.model.step import Step
@@ -28,6 +27,7 @@ from deskfleet.engine.model.v41 import BackboneOutput
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.limits import RunnerLimits
 from deskfleet_engram.hashing import DEAD
 from deskfleet_engram.tokens import compressed_token_map
 

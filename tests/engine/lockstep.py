@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.limits import RunnerLimits
 from deskfleet.model.packs import PackedTables
 
 

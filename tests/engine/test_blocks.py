@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from deskfleet.endpoint import SamplingParams
 from deskfleet.engine.blocks import BlockPool, CacheManager
-from deskfleet.engine.limits import resolve_limits
 from deskfleet.engine.request import Request
 from deskfleet.engine.tables import NULL_BLOCK, BlockTables
 from deskfleet.errors import ConfigError
 from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.config import ModelConfig
-from deskfleet.testing.published import published_config_dict
+from deskfleet.model.limits import resolve_limits
+from deskfleet.model.published import published_config_dict
 from tests.engine.golden import checkpoint
 
 BLOCK, WINDOW, LAYERS = 4, 8, 3

@@ -14,11 +14,11 @@ from deskfleet.endpoint import SamplingParams
 from deskfleet.engine.batch import Segment
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.tables import TableUpdate
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.limits import RunnerLimits
 from tests.engine.engines import greedy, random_ids
 from tests.engine.golden import checkpoint, plain_limits, token_map
 from tests.engine.sampling import sample

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deskfleet.engine.limits import resolve_limits
 from deskfleet.engine.model.attention import Attention
 from deskfleet.errors import ConfigError
+from deskfleet.model.limits import resolve_limits
 from tests.engine.cores import adding, core_over, load_runner, run_all
 from tests.engine.engines import greedy, random_ids
 from tests.engine.golden import Harness, checkpoint

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deskfleet.engine.core import EngineCore
-from deskfleet.engine.limits import PrefixReplay
 from deskfleet.engine.messages import AddRequest, ImagePixels
 from deskfleet.engine.runner import ModelRunner
+from deskfleet.model.limits import PrefixReplay
 from tests.engine.cores import Answer, adding, assert_nothing_held, core_over, load_runner, run_all
 from tests.engine.engines import IMAGE_TOKEN, greedy, random_ids
 from tests.engine.golden import measured

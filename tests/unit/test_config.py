@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deskfleet.errors import ConfigError
 from deskfleet.model.config import ModelConfig
-from deskfleet.testing.published import published_config_dict
+from deskfleet.model.published import published_config_dict
 
 TINY = Path(__file__).parents[1] / "golden" / "v41-tiny" / "model"
 

@@ -15,7 +15,7 @@ from deskfleet.errors import ConfigError
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layout import Layout, ShardPlan, TensorShard, engram_column_rows_of
 from deskfleet.model.names import DTYPE_BYTES, TensorClass
-from deskfleet.testing.published import published_config_dict
+from deskfleet.model.published import published_config_dict
 
 TINY = Path(__file__).parents[1] / "golden" / "v41-tiny" / "model"
 BLOCK = 32

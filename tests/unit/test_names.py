@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.names import TensorClass, TensorSpec, expected_shards, expected_tensors
-from deskfleet.testing.published import published_config_dict
+from deskfleet.model.published import published_config_dict
 
 TINY = Path(__file__).parents[1] / "golden" / "v41-tiny" / "model"
 

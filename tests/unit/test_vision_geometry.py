@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from deskfleet.errors import RequestError
 from deskfleet.model.config import ModelConfig, VisionConfig
+from deskfleet.model.published import published_config_dict
 from deskfleet.model.vision import ImageGrid, plan_image, span_token_types
-from deskfleet.testing.published import published_config_dict
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v41-tiny"
 GRIDS = json.loads((GOLDEN / "kernels" / "tables.json").read_text())["real_config_image_grids"]

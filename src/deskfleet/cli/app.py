@@ -27,6 +27,7 @@ VERBS = {
     "serve": "Serve a checkpoint on an OpenAI-compatible endpoint.",
     "chat": "Talk to a checkpoint or to a running server.",
     "inspect": "Say what a checkpoint or a pack holds, and what is wrong.",
+    "plan": "Say what fits on which machines, before anything starts.",
     "pack": "Pack a checkpoint's Engram rows into files with checksums.",
     "score": "Write the logits of every position of a token sequence.",
     "selfcheck": "Check that answers do not depend on how they are made.",

@@ -62,7 +62,7 @@ def run(
         settings = dataclasses.replace(settings, port=0)
     engine = EngineOptions(tp_size=tp, engram_pack=engram_pack, engram_second_source=engram_second_source)
     options = ServeOptions(gateway=settings, engine=engine)
-    with LoadReport() as report:
+    with LoadReport(shows_memory=True) as report:
         demo = _Demo(report.show, question, max_tokens=max_tokens, once=once, as_json=as_json)
         asyncio.run(demo.run(options))
     say("stopped")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deskfleet.engine.client import EngineOptions
-from deskfleet.engine.limits import PrefixReplay
 from deskfleet.gateway.settings import GatewaySettings
+from deskfleet.model.limits import PrefixReplay
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

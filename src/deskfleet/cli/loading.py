@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from deskfleet.cli.terminal import say, talk_console
 from deskfleet.engine.client import LoadedRank, LoadProgress
+from deskfleet.planner.native import RankCheck
 from deskfleet.serve import RanksReady, ServeEvent
 from deskfleet.units import format_bytes
 
@@ -31,10 +33,14 @@ class _Rate(ProgressColumn):
 
 
 class LoadReport:
-    """Shows the events of a launch until the ranks are ready. `with LoadReport() as report: report.show(event)`."""
+    """Shows the events of a launch until the ranks are ready. `with LoadReport() as report: report.show(event)`.
 
-    def __init__(self) -> None:
+    With `shows_memory`, what was planned and what the ranks take stands under the last bar.
+    """
+
+    def __init__(self, *, shows_memory: bool = False) -> None:
         console = talk_console()
+        self._shows_memory = shows_memory
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -68,6 +74,8 @@ class LoadReport:
             for rank in event.ranks:
                 self._finish(rank)
             self._stop()
+            for line in memory_table(event.memory) if self._shows_memory else ():
+                say(line)
 
     def _advance(self, event: LoadProgress) -> None:
         if self._progress is None:
@@ -94,4 +102,16 @@ class LoadReport:
             self._progress.stop()
 
 
-__all__ = ["LoadReport"]
+def memory_table(checks: Sequence[RankCheck]) -> Iterator[str]:
+    """Yield a heading and a line for each rank: resident memory planned and measured, and what it is made of."""
+    yield f"{'rank':6} {'planned':>11} {'measured':>11} {'':7} {'weights':>11} {'caches':>11} {'process':>11}"
+    for check in checks:
+        parts = [check.group_bytes(prefix) for prefix in ("weights.", "kv.", "process")]
+        planned, measured, *parts_of_it = (
+            f"{format_bytes(n):>11}" for n in (check.predicted_bytes, check.measured_bytes, *parts)
+        )
+        difference = f"{check.relative_difference:+7.1%}"
+        yield " ".join((f"rank {check.rank}", planned, measured, difference, *parts_of_it))
+
+
+__all__ = ["LoadReport", "memory_table"]

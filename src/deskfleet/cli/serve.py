@@ -118,7 +118,7 @@ def run(
             engram_second_source=engram_second_source,
         ),
     )
-    with LoadReport() as report:
+    with LoadReport(shows_memory=True) as report:
 
         def on_event(event: ServeEvent) -> None:
             report.show(event)
@@ -165,6 +165,7 @@ def ready_object(event: Ready) -> dict[str, Any]:
         "tp_size": event.tp_size,
         "engram": None if event.engram is None else dataclasses.asdict(event.engram),
         "ranks": [dataclasses.asdict(rank) for rank in event.ranks],
+        "memory": [dataclasses.asdict(check) for check in event.memory],
     }
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deskfleet.engine.limits import PrefixReplay
 from deskfleet.engine.request import Request
 from deskfleet.engine.tables import NULL_BLOCK, TableUpdate
+from deskfleet.model.limits import PrefixReplay
 
 
 class BlockPool:

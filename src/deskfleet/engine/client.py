@@ -27,7 +27,6 @@ from deskfleet.engine import messages
 from deskfleet.engine.constraints import check_constraint
 from deskfleet.engine.images import PreparedImage, prepare_image
 from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
-from deskfleet.engine.limits import PrefixReplay, RunnerLimits, resolve_limits
 from deskfleet.engine.process import RankProcess, cause_of_end, receive, start_rank
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
@@ -36,6 +35,15 @@ from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.limits import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_NUM_WINDOW_TAILS,
+    PrefixReplay,
+    RunnerLimits,
+    resolve_limits,
+)
+from deskfleet.model.memory import RankMemory
 from deskfleet.model.packs import check_pack
 
 PUBLISHED_SHARDS = "published shards"
@@ -59,11 +67,11 @@ class EngineOptions:
     dcp_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     threads_per_rank: int | None = None
-    block_size: int = 16
+    block_size: int = DEFAULT_BLOCK_SIZE
     kv_cache_tokens: int | None = None
-    num_window_tails: int = 32
+    num_window_tails: int = DEFAULT_NUM_WINDOW_TAILS
     prefix_cache: bool = True
     prefix_replay: PrefixReplay = "exact"
     speculation: str = "off"
@@ -130,7 +138,8 @@ class _Pending:
 class EngineClient:
     """A running group of rank processes behind the TokenEngine contract.
 
-    `async with EngineClient(checkpoint, options) as engine: ...`. `on_load` is called with LoadProgress.
+    `async with EngineClient(checkpoint, options) as engine: ...`. `on_load` is called with LoadProgress. `plan` says
+    which rank holds what, `limits` how much at once, `with_drafts` whether drafts are served.
     """
 
     def __init__(
@@ -149,9 +158,10 @@ class EngineClient:
         self._on_load = on_load
         _check_options(self.options)
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
-        self._limits = _resolve_limits(checkpoint, self.options, self._max_model_len)
-        plan = ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
-        _check_pack(checkpoint, plan, self.options)
+        self.with_drafts = _speculation(checkpoint, self.options).num_drafts > 0
+        self.limits = _resolve_limits(checkpoint, self.options, self._max_model_len, self.with_drafts)
+        self.plan = ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
+        _check_pack(checkpoint, self.plan, self.options)
         self._tokenizer = load_tokenizer(checkpoint.directory)
         self._ranks: list[RankProcess] = []
         self._ended: list[RankProcess] = []  # in the order in which their ends were noticed
@@ -230,6 +240,12 @@ class EngineClient:
             )
             for rank, report in ready
         )
+
+    @property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What each rank held when it was ready. Raises EngineError while the group is loading."""
+        self._check_alive()
+        return tuple(rank.ready.result().memory for rank in self._ranks)
 
     @property
     def pulses(self) -> tuple[RankPulse, ...]:
@@ -329,7 +345,7 @@ class EngineClient:
                 engram_second_source=options.engram_second_source,
                 control_socket=socket_path,
                 rendezvous=f"file://{directory}/rendezvous",
-                limits=self._limits,
+                limits=self.limits,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 speculation=options.speculation,
                 prefix_cache=options.prefix_cache,
@@ -522,18 +538,23 @@ def _check_options(options: EngineOptions) -> None:
             raise ConfigError(f"{name} is {value}, less than 1")
 
 
-def _resolve_limits(checkpoint: Checkpoint, options: EngineOptions, max_model_len: int) -> RunnerLimits:
+def _speculation(checkpoint: Checkpoint, options: EngineOptions) -> SpeculationOptions:
     config = checkpoint.config
     block_size = config.dspark_block_size if config.num_nextn_predict_layers else 0
-    speculation = SpeculationOptions.parse(options.speculation, block_size)
+    return SpeculationOptions.parse(options.speculation, block_size)
+
+
+def _resolve_limits(
+    checkpoint: Checkpoint, options: EngineOptions, max_model_len: int, with_drafts: bool
+) -> RunnerLimits:
     return resolve_limits(
-        config,
+        checkpoint.config,
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         block_size=options.block_size,
         kv_cache_tokens=options.kv_cache_tokens,
         num_window_tails=options.num_window_tails,
-        with_drafts=speculation.num_drafts > 0,
+        with_drafts=with_drafts,
         tp_size=options.tp_size,
         dcp_size=options.dcp_size,
         decoder_replay=options.decoder_replay,

@@ -16,7 +16,6 @@ import torch
 from deskfleet.endpoint import EngineStats, FinishReason
 from deskfleet.engine.blocks import CacheManager
 from deskfleet.engine.constraints import ConstraintCompiler
-from deskfleet.engine.limits import PrefixReplay
 from deskfleet.engine.messages import AddRequest, Cancel, DraftRequest, RequestOutput
 from deskfleet.engine.request import Request
 from deskfleet.engine.runner import ModelRunner
@@ -36,6 +35,7 @@ from deskfleet.engine.speculate import (
 )
 from deskfleet.engine.tokenizer import ThinkingTokens
 from deskfleet.errors import RequestError
+from deskfleet.model.limits import PrefixReplay
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import msgspec
 
 from deskfleet.endpoint import EngineStats, EngramStats, FinishReason, SamplingParams, TokenLogprob
 from deskfleet.engine.tables import TableUpdate
+from deskfleet.model.memory import RankMemory
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -80,6 +81,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     cache_bytes: int
     load_s: float
     engram: str | None
+    memory: RankMemory
 
 
 class RequestOutput(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from deskfleet.engine import messages
 from deskfleet.engine.constraints import ConstraintCompiler
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.memory import census, give_back_free_heap, process_memory
 from deskfleet.engine.model.engram import Tables
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.spec import RankSpec
@@ -34,6 +35,7 @@ from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import DeskfleetError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.memory import RankMemory
 from deskfleet.model.names import TensorClass
 from deskfleet.model.packs import PackedTables
 from deskfleet_engram.errors import EngramError
@@ -123,6 +125,7 @@ def run(spec: RankSpec, control: Control) -> None:
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
     compressed = token_map(checkpoint)
     comm = Communicator.join(spec.rank, spec.tp_size, spec.rendezvous)
+    before = process_memory()
     with_drafts = _speculation(spec, checkpoint).num_drafts > 0
     progress = _Progress(control, spec.rank, _bytes_to_read(plan, spec.rank, with_drafts=with_drafts))
     runner = ModelRunner(
@@ -138,9 +141,13 @@ def run(spec: RankSpec, control: Control) -> None:
     control.beat(spec.rank, lambda: runner.num_passes)
     # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
     core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
+    give_back_free_heap()
+    memory = RankMemory(spec.rank, census(runner), before, process_memory())
     load_s = time.monotonic() - begin
     tables = runner.model.tables
-    control.send(messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report))
+    control.send(
+        messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report, memory)
+    )
     if core is not None:
         _lead(core, tables, control)
         runner.stop()

@@ -16,7 +16,6 @@ from deskfleet.engine import messages
 from deskfleet.engine.batch import BatchBuilder, Segment
 from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.limits import RunnerLimits
 from deskfleet.engine.model.draft import Anchor, DraftModel, Proposal
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower, normalise_pixels
@@ -28,6 +27,7 @@ from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layout import ShardPlan
+from deskfleet.model.limits import RunnerLimits
 from deskfleet.model.packs import PackedTables
 
 

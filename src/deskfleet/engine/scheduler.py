@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from deskfleet.engine.pace import StepTimes, pairs_of, rows_within
 from deskfleet.errors import ConfigError, EngineError, RequestError
+from deskfleet.model.limits import MAX_TRANSIENT_BYTES
 
 if TYPE_CHECKING:  # keeps torch out of the policy
     from deskfleet.engine.request import Request
@@ -65,7 +66,7 @@ class SchedulerPolicy:
     max_overtakes: int = 16
     max_overtaken_s: float = 10.0
     """Since arrival: by then nobody passes any more."""
-    max_transient_bytes: int = 2 * 2**30
+    max_transient_bytes: int = MAX_TRANSIENT_BYTES
     """For index scores of one chunk."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deskfleet.engine.limits import PrefixReplay, RunnerLimits
+from deskfleet.model.limits import PrefixReplay, RunnerLimits
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,8 +38,9 @@ class BlockTables:
         self.dcp_size = dcp_size
         self.max_model_len = max_model_len
         num_blocks = -(-max_model_len // block_size)
-        self.global_blocks = np.zeros((num_slots, num_blocks), np.int32)
-        self.window_blocks = np.zeros((num_slots, num_blocks), np.int32)
+        # np.zeros would leave them without memory until they are used; see cache.py.
+        self.global_blocks = np.full((num_slots, num_blocks), NULL_BLOCK, np.int32)
+        self.window_blocks = np.full((num_slots, num_blocks), NULL_BLOCK, np.int32)
 
     def apply(self, update: TableUpdate) -> None:
         """Take over an update of rank 0."""

@@ -15,7 +15,7 @@ from typing import Any
 from deskfleet.model.checkpoint import CONFIG_NAME, INDEX_NAME
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.names import DTYPE_BYTES, TensorSpec, expected_shards
-from deskfleet.testing.published import published_config_dict
+from deskfleet.model.published import published_config_dict
 
 
 def write_published_standin(directory: str | Path) -> None:

@@ -62,7 +62,7 @@ def make_tiny(
     sizes = TinySizes() if sizes is None else sizes
     tokenizer = tiny_tokenizer.build_tokenizer(sizes.vocab_size)
     published = published_config(sizes, tokenizer)
-    config = ModelConfig.from_dict(published, source="tiny sizes")
+    config = _config(published)
     try:
         with _placed(target) as draft:
             num_tensors, tensor_bytes = _write_weights(draft, config, _habits(config, tokenizer, seed), seed)
@@ -72,6 +72,16 @@ def make_tiny(
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
     return TinyCheckpoint(path=target, config=config, num_tensors=num_tensors, tensor_bytes=tensor_bytes)
+
+
+def tiny_config(sizes: TinySizes | None = None) -> ModelConfig:
+    """The configuration that `make_tiny` writes. Raises ConfigError when the sizes contradict each other."""
+    sizes = TinySizes() if sizes is None else sizes
+    return _config(published_config(sizes, tiny_tokenizer.build_tokenizer(sizes.vocab_size)))
+
+
+def _config(published: Mapping[str, object]) -> ModelConfig:
+    return ModelConfig.from_dict(published, source="tiny sizes")
 
 
 def _habits(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Habits:
@@ -162,4 +172,4 @@ def _placed(target: Path) -> Iterator[Path]:
             shutil.rmtree(room, ignore_errors=True)
 
 
-__all__ = ["TinyCheckpoint", "TinySizes", "make_tiny"]
+__all__ = ["TinyCheckpoint", "TinySizes", "make_tiny", "tiny_config"]

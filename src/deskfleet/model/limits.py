@@ -18,6 +18,13 @@ PrefixReplay = Literal["window", "exact"]
 rows see less than they did. `exact` runs as many windows as there are layers, and gives the same bits as a cold
 start."""
 
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_NUM_WINDOW_TAILS = 32
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+
+MAX_TRANSIENT_BYTES = 2 << 30
+"""What a step may take for index scores, by default."""
+
 _DEFAULT_KV_BYTES = 1 << 30  # of the global pool when nobody says; a plan or a flag does on a real machine
 
 
@@ -119,4 +126,12 @@ def _check_decoder_replay(config: ModelConfig) -> None:
         )
 
 
-__all__ = ["PrefixReplay", "RunnerLimits", "resolve_limits"]
+__all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "DEFAULT_MAX_NUM_BATCHED_TOKENS",
+    "DEFAULT_NUM_WINDOW_TAILS",
+    "MAX_TRANSIENT_BYTES",
+    "PrefixReplay",
+    "RunnerLimits",
+    "resolve_limits",
+]

@@ -1,7 +1,7 @@
 """The configuration of the published DeepSeek-V4.1-Flash checkpoint.
 
-Owns the values of spec §1.1-1.4, for tests and stand-ins of the real size. Nothing that serves reads it: a
-checkpoint brings its own config.json.
+Owns the values of spec §1.1-1.4, for planning without a download and for tests and stand-ins of the real size. Nothing
+that serves reads it: a checkpoint brings its own config.json.
 """
 
 from __future__ import annotations

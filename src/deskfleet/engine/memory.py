@@ -1,0 +1,110 @@
+"""What a rank holds, counted: `census` of its arrays, `process_memory` from the kernel. Decides nothing.
+
+Arrays are found by walking the runner's own objects. A storage counts once, in the first line that reaches it, and as
+long as it is, whatever part of it is used: a view that keeps a larger buffer alive shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from deskfleet.engine.runner import ModelRunner
+from deskfleet.model.memory import ProcessMemory, TensorLine
+
+_WALKED = ("deskfleet.engine", "deskfleet_engram.geometry", "deskfleet_engram.ownership")
+"""Modules whose objects may hold arrays; all others (configurations, process groups, files) are passed by."""
+
+
+def census(runner: ModelRunner) -> dict[TensorLine, int]:
+    """Bytes of every tensor and array that `runner` holds, by line; every line is present."""
+    seen_storages: set[int] = set()
+    seen_objects: set[int] = set()
+    counted = dict.fromkeys(TensorLine, 0)
+    for line, root in _roots(runner):
+        for address, num_bytes in _storages(root, seen_objects):
+            if address not in seen_storages:
+                seen_storages.add(address)
+                counted[line] += num_bytes
+    return counted
+
+
+def _roots(runner: ModelRunner) -> Iterator[tuple[TensorLine, object]]:
+    """Where each line's arrays are, those that lie inside of another line's objects first."""
+    model, drafts, cache = runner.model, runner.drafts, runner.cache
+    yield TensorLine.windows, cache.windows
+    yield TensorLine.entries, cache.entries
+    yield TensorLine.index_keys, cache.index_keys
+    yield TensorLine.open_groups, (cache.open_values, cache.open_gates)
+    yield TensorLine.block_tables, runner.tables
+    compressors = [block.attention.compressor for block in model.blocks]
+    yield (
+        TensorLine.rope,
+        (model.rope, [compressor.rope for compressor in compressors if compressor is not None]),
+    )
+    yield TensorLine.rope, None if drafts is None else drafts.rope
+    yield TensorLine.vocabulary, (model.vocabulary, model.norm)
+    yield TensorLine.draft, drafts
+    yield TensorLine.vision, runner.vision
+    experts = [block.moe for block in model.blocks if block.moe.expert_ids]
+    yield TensorLine.routed_experts, [(moe.w13, moe.w2) for moe in experts]
+    yield TensorLine.dense, model.blocks
+    yield TensorLine.dense, [(engram.wkv, engram.gate_weight) for engram in model.engrams.values()]
+    yield TensorLine.engram, runner
+
+
+def _storages(value: object, seen: set[int]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each storage reached from `value`; `seen` are ids of objects that have been walked."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()
+    elif isinstance(value, np.ndarray):
+        owner = value
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        yield owner.ctypes.data, owner.nbytes
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _storages(part, seen)
+    elif type(value).__module__.startswith(_WALKED) and id(value) not in seen:
+        seen.add(id(value))
+        for part in _fields(value):
+            yield from _storages(part, seen)
+
+
+def _fields(value: object) -> Iterator[object]:
+    yield from getattr(value, "__dict__", {}).values()
+    names = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    yield from (getattr(value, name) for name in names if hasattr(value, name))
+
+
+def process_memory() -> ProcessMemory:
+    """This process now. Raises OSError where the kernel has no /proc."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+
+    def num_bytes(name: str) -> int:
+        return int(status[name].split()[0]) * 1024
+
+    return ProcessMemory(
+        anon_bytes=num_bytes("RssAnon"),
+        file_bytes=num_bytes("RssFile"),
+        shared_bytes=num_bytes("RssShmem"),
+        peak_bytes=num_bytes("VmHWM"),
+    )
+
+
+def give_back_free_heap() -> None:
+    """Return what loading left in the allocator's free lists; it would be neither the model's nor anybody else's.
+
+    Does nothing where the C library cannot.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+__all__ = ["census", "give_back_free_heap", "process_memory"]

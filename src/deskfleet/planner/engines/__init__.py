@@ -1,0 +1,1 @@
+"""What each engine does with memory: one file for each, all behind `EngineRules`."""
