@@ -86,7 +86,9 @@ def _bar(budget: RankBudget, top: float, scale: float) -> list[str]:
             f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{_COLOURS[name]}">'
             f"<title>{escape(label)}</title></rect>"
         )
-        if width > 60:
+        # Of what reaches beyond the memory only the part inside is drawn here, and its size would mislead.
+        is_whole = name not in GROUPS or size == budget.group_bytes(name)
+        if width > 60 and is_whole:
             ink = "#1c2733" if name in ("floor", "free") else "#ffffff"
             shapes.append(f'<text x="{left + 6:.1f}" y="{top + 18}" fill="{ink}">{size / _GIB:.1f}</text>')
         left += width
