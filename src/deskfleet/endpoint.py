@@ -158,6 +158,7 @@ class EngineStats:
     num_steps: int = _counter("Steps the engine has run")
     num_running: int = _gauge("Requests in the engine's running batch")
     num_waiting: int = _gauge("Requests waiting to join it")
+    oldest_wait_s: float = _gauge("Seconds that the first of them has waited")
     num_finished: int = _counter("Requests the engine has finished")
     num_cancelled: int = _counter("Requests cancelled in the engine before their end")
     num_expired: int = _counter("Requests whose deadline passed")

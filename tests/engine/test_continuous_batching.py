@@ -107,13 +107,15 @@ async def test_a_prompt_in_pieces_scores_as_in_one(engine: EngineClient, llm: LL
 async def test_slots_are_never_exceeded_and_everyone_finishes(engine: EngineClient) -> None:
     before = await stats_when(engine, idle)
     jobs = [Job(2 + number, greedy(5 + number % 4), after=0) for number in range(11)]
-    running, waiting = [], []
+    running, waiting, waits_s, queued = [], [], [], set()
 
     async def observe() -> None:
         while True:
             stats = await engine.stats()
             running.append(stats.num_running)
             waiting.append(stats.num_waiting)
+            waits_s.append(stats.oldest_wait_s)
+            queued.update(engine.queue)
             await asyncio.sleep(0.002)
 
     observer = asyncio.create_task(observe())
@@ -122,7 +124,10 @@ async def test_slots_are_never_exceeded_and_everyone_finishes(engine: EngineClie
     assert [len(tokens) for tokens in results] == [job.sampling.max_tokens for job in jobs]
     assert max(running) == SMALL.max_num_seqs
     assert max(waiting) > 0
+    assert max(waits_s) > 0
+    assert 0 < len(queued) <= len(jobs)
     after = await stats_when(engine, idle)
+    assert (after.oldest_wait_s, engine.queue) == (0, ())
     assert after.num_finished - before.num_finished == len(jobs)
     assert after.num_cancelled == before.num_cancelled
     assert after.num_prompt_tokens - before.num_prompt_tokens == sum(job.length for job in jobs)

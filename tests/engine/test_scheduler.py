@@ -286,7 +286,7 @@ def test_one_long_prompt_at_a_time_and_others_do_not_wait_for_it() -> None:
         run(scheduler, now_s=100.0)  # all of them have waited beyond the limit
         assert ids(scheduler.running) == ["long 0", "ordinary"] or ids(scheduler.running) == ["long 0"]
     assert "ordinary" in ids(scheduler.running)
-    assert scheduler.position("long 1") == 1
+    assert scheduler.queue(1) == ("long 1",)
     while scheduler.find("long 0"):
         run(scheduler, now_s=100.0)
     assert "long 1" in ids(scheduler.running)
@@ -402,7 +402,7 @@ def test_the_youngest_gives_way_to_a_stream_and_comes_back_with_its_output() -> 
     assert young.draft_token_ids == []
     assert (young.num_output_tokens, young.num_computed_tokens, young.slot) == (3, 0, None)
     assert ids(scheduler.running) == ["old"]
-    assert scheduler.position("young") == 1
+    assert scheduler.queue(1) == ("young",)
     while old.num_output_tokens < old.max_tokens:
         run(scheduler)
     run(scheduler)
@@ -546,7 +546,7 @@ def test_position_and_wait_are_visible() -> None:
     add(scheduler, *(FakeRequest(str(n), length, arrival_s=n) for n, length in enumerate((2, 50, 200, 2))))
     assert scheduler.waiting_s(3.0) == 3.0
     run(scheduler)
-    assert [scheduler.position(str(n)) for n in range(5)] == [None, 1, 2, 3, None]
+    assert (scheduler.queue(9), scheduler.queue(2)) == (("1", "2", "3"), ("1", "2"))
     assert scheduler.waiting_s(11.0) == 10.0
     assert scheduler.num_waiting == 3
 
@@ -777,8 +777,9 @@ class Churn(RuleBasedStateMachine):
         assert self.cache.num_free >= 0
         for request_id, count in self.cache.admitted.items():
             assert self.cache.released[request_id] == count - (request_id in self.cache.held)
-        positions = [self.scheduler.position(i) for i in self.live if i not in self.cache.held]
-        assert sorted(filter(None, positions)) == list(range(1, len(positions) + 1))
+        queue = self.scheduler.queue(len(self.live))
+        assert set(queue) == {i for i in self.live if i not in self.cache.held}
+        assert len(queue) == self.scheduler.num_waiting
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

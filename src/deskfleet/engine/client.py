@@ -167,6 +167,7 @@ class EngineClient:
         self._ended: list[RankProcess] = []  # in the order in which their ends were noticed
         self._pending: dict[str, _Pending] = {}
         self._stats = EngineStats()
+        self._queue: tuple[str, ...] = ()
         self._engram: dict[int, EngramStats] = {}  # by rank
         self._failure: EngineError | None = None
         self._failed = asyncio.Event()
@@ -192,6 +193,11 @@ class EngineClient:
         """Counters after the latest step. Raises EngineError when the group is dead."""
         self._check_alive()
         return replace(self._stats, engram=sum(self._engram.values(), EngramStats()))
+
+    @property
+    def queue(self) -> tuple[str, ...]:
+        """Ids of the requests that waited after the latest step, in order of arrival; of long queues the first."""
+        return self._queue
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the tokens of one request as they come (see TokenEngine.generate)."""
@@ -425,7 +431,7 @@ class EngineClient:
         if isinstance(report, messages.Heartbeat):
             rank.num_passes = report.num_passes
         elif isinstance(report, messages.StepOutput):
-            self._stats = report.stats
+            self._stats, self._queue = report.stats, report.queue
             for output in report.outputs:
                 if output.request_id in self._pending:
                     self._pending[output.request_id].outputs.put_nowait(output)

@@ -103,6 +103,7 @@ class EngineCore:
             self._stats,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
+            oldest_wait_s=scheduler.waiting_s(self._clock()),
             num_expired=scheduler.num_expired,
             num_preempted=scheduler.num_preemptions,
             num_overtaken=scheduler.num_overtaken,

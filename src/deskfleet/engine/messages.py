@@ -103,10 +103,11 @@ class RequestOutput(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one step, with the counters after it."""
+    """All outputs of one step, with the counters after it and the first of those that wait, in order of arrival."""
 
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats
+    queue: tuple[str, ...] = ()
 
 
 class EngramReads(msgspec.Struct, frozen=True, tag=True):

@@ -44,6 +44,7 @@ from deskfleet_engram.tokens import check_size, compressed_token_map
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY_BYTES = 1 << 24
 _HEARTBEAT_S = 1.0
+_QUEUE_SHOWN = 256
 
 
 class Control:
@@ -200,7 +201,8 @@ def _lead(core: EngineCore, tables: Tables, control: Control) -> None:
             outputs += core.step()
             control.send(messages.EngramReads(0, tables.stats))
         if outputs or core.stats != before:
-            control.send(messages.StepOutput(tuple(outputs), core.stats))
+            queue = core.scheduler.queue(_QUEUE_SHOWN)
+            control.send(messages.StepOutput(tuple(outputs), core.stats, queue))
 
 
 def _bytes_to_read(plan: ShardPlan, rank: int, *, with_drafts: bool) -> int:

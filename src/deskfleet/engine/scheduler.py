@@ -19,6 +19,7 @@ import heapq
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from deskfleet.engine.pace import StepTimes, pairs_of, rows_within
@@ -236,12 +237,11 @@ class Scheduler:
         self.num_expired += len(expired)
         return expired
 
-    def position(self, request_id: str) -> int | None:
-        """1 for the waiting request that came first; None for one that runs or is not here. Walks the queue."""
-        entry = self._entries.get(request_id)
-        if entry is None or request_id in self._running:
-            return None
-        return 1 + sum(other.number < entry.number for lane in self._lanes for other in lane.values())
+    def queue(self, limit: int) -> tuple[str, ...]:
+        """Ids of the waiting requests that came first, at most `limit`, in order of arrival."""
+        lanes = (lane.values() for lane in self._lanes)
+        waiting = heapq.merge(*lanes, key=lambda entry: entry.number)
+        return tuple(entry.request.request_id for entry in islice(waiting, limit))
 
     def waiting_s(self, now_s: float) -> float:
         """How long the request that came first among the waiting ones has waited; 0 without any."""
