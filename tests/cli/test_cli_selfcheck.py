@@ -24,9 +24,6 @@ import psutil
 import pytest
 import torch
 from cli_process import CHECKPOINT, COMMAND, STOP_S, Done, environment, wait_until
-from tests.engine import lockstep
-from tests.engine.golden import measured
-from tests.engine.lockstep import Lockstep, ThreadCommunicator
 
 from deskfleet import selfcheck
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, TokenChunk
@@ -64,6 +61,9 @@ from deskfleet.selfcheck import (
     self_check,
 )
 from deskfleet.testing.tiny import TinySizes, make_tiny
+from tests.engine import lockstep
+from tests.engine.golden import measured
+from tests.engine.lockstep import Lockstep, ThreadCommunicator
 
 Fault = Callable[["LocalEngine"], None]
 

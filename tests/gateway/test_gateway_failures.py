@@ -31,6 +31,7 @@ from deskfleet.gateway.failures import UnknownModel, describe_failure
 from deskfleet.gateway.protocol import ChatProtocol
 from deskfleet.testing.scripted import Script, ScriptedEngine
 
+REPEATED_EFFORT = "chat_template_kwargs.reasoning_effort"
 BEGUN = [*HELLO, {"role": "assistant", "content": "a", "prefix": True}]
 BODY = {"model": MODEL, "messages": HELLO, **CHAT}
 LONG = "and so it went on and on for a very long time indeed"
@@ -81,7 +82,14 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
     ({"enable_thinking": True}, "enable_thinking"),
     ({"reasoning_effort": "ludicrous"}, "reasoning_effort"),
-    ({"reasoning_effort": 60}, "reasoning_effort"),
+    ({"reasoning_effort": 0}, "reasoning_effort"),
+    ({"reasoning_effort": 101}, "reasoning_effort"),
+    ({"reasoning_effort": -1}, "reasoning_effort"),
+    ({"reasoning_effort": 50.5}, "reasoning_effort"),
+    ({"reasoning_effort": True}, "reasoning_effort"),
+    ({"reasoning_effort": "60"}, "reasoning_effort"),
+    ({"reasoning_effort": 60, "chat_template_kwargs": {"reasoning_effort": 61}}, REPEATED_EFFORT),
+    ({"chat_template_kwargs": {"reasoning_effort": 101}}, REPEATED_EFFORT),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),

@@ -32,7 +32,6 @@ from chat_scripts import (
     strict_tool,
 )
 from openai import AsyncOpenAI
-from tests.engine.sampling import draw
 
 from deskfleet.endpoint import Constraint, GenerateRequest
 from deskfleet.engine.client import EngineClient, EngineOptions
@@ -43,6 +42,7 @@ from deskfleet.gateway.answer_form import Marker, tool_grammar
 from deskfleet.gateway.app import serving
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.testing.scripted import Script, ScriptedEngine
+from tests.engine.sampling import draw
 
 VOCAB = 512
 THINKING = ThinkingTokens(*ids("<think></think>"))

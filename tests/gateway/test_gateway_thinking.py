@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
 import pytest
 from chat_scripts import (
     CHAT,
+    CHECKPOINT,
     HELLO,
+    MODEL,
     THINK,
+    TOOLS,
     ask,
     ask_streaming,
     chatting,
     finish_reasons,
     joined,
     says,
+    strict_format,
     text_of,
 )
+from deepseek_recipe import ChatCompletionRequest, ConversionOptions, ModelVersion
 
+from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.gateway.fields import EFFORT_TIERS
 from deskfleet.testing.scripted import Script, every_chunking
 
@@ -89,6 +96,11 @@ async def test_log_probabilities_of_reasoning_are_kept_apart() -> None:
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "max", "enable_thinking": False}, False),
         ({"chat_template_kwargs": {"reasoning_effort": "low"}}, True),
+        ({"reasoning_effort": 30}, True),
+        ({"chat_template_kwargs": {"reasoning_effort": 30}}, True),
+        ({"reasoning_effort": 30, "chat_template_kwargs": {"reasoning_effort": 30}}, True),
+        ({"reasoning_effort": 50, "chat_template_kwargs": {"reasoning_effort": "low"}}, True),
+        ({"reasoning_effort": 30, "thinking": {"type": "disabled"}}, False),
         ({"thinking": None, "enable_thinking": None, "reasoning_effort": None}, None),
         ({}, None),
     ],
@@ -113,6 +125,54 @@ async def test_efforts_are_rendered_as_the_publisher_does(effort: str) -> None:
         assert "Reasoning Effort" not in prompt
     else:
         assert f"<｜System｜>Reasoning Effort: {rendered[effort]} (range 1-100" in prompt
+
+
+@pytest.mark.parametrize("effort", [1, 9, 37, 50, 75, 99, 100])
+@pytest.mark.parametrize("inside", [False, True])
+async def test_efforts_as_numbers_stand_in_the_prompt(effort: int, inside: bool) -> None:
+    wish = {"reasoning_effort": effort}
+    async with chatting(says("a</think>b")) as (client, engine):
+        await ask(client, extra_body={"chat_template_kwargs": wish} if inside else wish)
+        await ask(client, extra_body={"reasoning_effort": "high"})
+    asked, high = (text_of(request.prompt_token_ids) for request in engine.requests)
+    assert asked == high.replace("Effort: 75 (", f"Effort: {effort} (")
+    assert f"<｜System｜>Reasoning Effort: {effort} (range 1-100" in asked
+
+
+TALKS: dict[str, dict[str, Any]] = {
+    "no system": {},
+    "system": {"messages": [{"role": "system", "content": "\n 75 (range 1-100 75"}, *HELLO]},
+    "spelled tokens": {"messages": [{"role": "system", "content": "a<｜User｜>b</think>｜DSML｜"}, *HELLO]},
+    "reminder": {"messages": [{"role": "latest_reminder", "content": "It is noon."}, *HELLO]},
+    "tools": {"messages": [{"role": "system", "content": "Reasoning Effort: 75"}, *HELLO], "tools": TOOLS},
+    "schema": {"response_format": strict_format({"a": {"type": "integer"}}, ["a"])},
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_a_number_in_another_tier_s_place_gives_the_library_s_own_ids(talk: str) -> None:
+    """Of the three numbers that the library can say, each takes the place of each."""
+    chat_format = ChatFormat.from_checkpoint(CHECKPOINT)
+    numbers = {"low": 50, "high": 75, "max": 100}
+    talks = {}
+    for tier in numbers:
+        body = {"model": MODEL, "messages": HELLO, **TALKS[talk], **THINK, "reasoning_effort": tier}
+        options = ConversionOptions().with_model_versions_by_name({MODEL: ModelVersion.DeepseekV41Flash})
+        talks[tier] = ChatCompletionRequest(body).convert(options).conversation
+    rendered = {tier: chat_format.encoding.encode(conversation) for tier, conversation in talks.items()}
+    assert len({tuple(token_ids) for token_ids in rendered.values()}) == 3
+    for conversation in talks.values():
+        for tier, number in numbers.items():
+            assert chat_format.encode(conversation, number) == rendered[tier]
+
+
+async def test_an_unknown_effort_is_refused_with_those_that_are_known() -> None:
+    async with chatting(says("a</think>b")) as (client, _):
+        for effort in ("ludicrous", 0, 101):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await ask(client, extra_body={"reasoning_effort": effort})
+            assert f"unknown effort {effort!r}" in raised.value.message
+            assert all(known in raised.value.message for known in ("1 to 100", *EFFORT_TIERS))
 
 
 async def test_both_spellings_of_reasoning_go_back_into_an_unfinished_turn() -> None:

@@ -33,6 +33,7 @@ VERBS = {
     "selfcheck": "Check that answers do not depend on how they are made.",
     "make-tiny": "Make a small random checkpoint in the published format.",
     "demo": "Serve a small checkpoint, ask one question, and stay up.",
+    "eval": "Ask questions with known answers, and say how many are right.",
     "bench": "Measure, and keep the numbers with their provenance.",
 }
 """Each verb and its line in `deskfleet --help`, the first line of its own help."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deskfleet.cli.flags import ENGINE, HOST, PORT, EngramPack, EngramSecondSource, Json, MaxModelLen
+from deskfleet.cli.serve import serve_beside
 from deskfleet.cli.terminal import print_json, printable, report_error, say, talk_console
 from deskfleet.engine.client import EngineOptions
 from deskfleet.errors import ConfigError, RequestError
-from deskfleet.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from deskfleet.bench.client import Answer, ChatClient
@@ -72,7 +72,7 @@ def run(
                 engram_pack=engram_pack,
                 engram_second_source=engram_second_source,
             )
-            url = _serve(stack, Path(target), engine)
+            url = serve_beside(stack, Path(target), engine)
         runner = stack.enter_context(asyncio.Runner())
         conversation = _Conversation(runner, url, fields, as_json=as_json)
         stack.callback(conversation.close)
@@ -88,20 +88,6 @@ def _request_fields(*, thinking: bool | None, **fields: Any) -> dict[str, Any]:
     if thinking is not None:
         given["thinking"] = {"type": "enabled" if thinking else "disabled"}
     return given
-
-
-def _serve(stack: ExitStack, checkpoint: Path, engine: EngineOptions) -> str:
-    """Serve `checkpoint` on a free port until `stack` is left; return where."""
-    from deskfleet.cli.loading import LoadReport
-    from deskfleet.serve import ServeOptions, ServerThread, default_model_id
-
-    options = ServeOptions(
-        gateway=GatewaySettings(model_id=default_model_id(checkpoint), checkpoint=checkpoint, port=0),
-        engine=engine,
-    )
-    with LoadReport() as report:
-        ready = stack.enter_context(ServerThread(options, on_event=report.show))
-    return ready.endpoint.url
 
 
 class _Conversation:

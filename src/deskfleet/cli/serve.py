@@ -1,4 +1,7 @@
-"""`deskfleet serve`: progress while loading, where it answers, and its end."""
+"""`deskfleet serve`: progress while loading, where it answers, and its end.
+
+Other verbs serve a checkpoint for as long as they need it, in the same way (`serve_beside`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import dataclasses
 import json
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,6 +145,20 @@ async def serve_until_signal(options: ServeOptions, on_event: Callable[[ServeEve
     await serve(options, on_event=on_event, until=stop)
 
 
+def serve_beside(stack: ExitStack, checkpoint: Path, engine: EngineOptions) -> str:
+    """Serve `checkpoint` on a free port, showing how it loads, until `stack` is left. Return where it answers."""
+    from deskfleet.cli.loading import LoadReport
+    from deskfleet.serve import ServeOptions, ServerThread, default_model_id
+
+    options = ServeOptions(
+        gateway=GatewaySettings(model_id=default_model_id(checkpoint), checkpoint=checkpoint, port=0),
+        engine=engine,
+    )
+    with LoadReport() as report:
+        ready = stack.enter_context(ServerThread(options, on_event=report.show))
+    return ready.endpoint.url
+
+
 def announce(event: Ready, *, as_json: bool) -> None:
     """Say that the port is open: one object on stdout, or how to talk to it on stderr."""
     if as_json:
@@ -181,4 +200,4 @@ def how_to_talk(event: Ready) -> str:
     )
 
 
-__all__ = ["announce", "how_to_talk", "ready_object", "register", "run", "serve_until_signal"]
+__all__ = ["announce", "how_to_talk", "ready_object", "register", "run", "serve_beside", "serve_until_signal"]

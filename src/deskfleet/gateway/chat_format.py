@@ -5,11 +5,19 @@ Owns what is read from the checkpoint at start: tokenizer.json and config.json. 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from deepseek_recipe import DeepseekV41Encoding, SpecialToken, SpecialTokens, Tokenizer
+from deepseek_recipe import (
+    Conversation,
+    DeepseekV41Encoding,
+    SpecialToken,
+    SpecialTokens,
+    Tokenizer,
+    UserMessage,
+)
 
 from deskfleet.errors import CheckpointError
 from deskfleet.gateway.answer_form import Marker
@@ -51,6 +59,10 @@ needs, and the tags of boxes, points and polygons, which are part of an answer."
 
 
 _MARKER = SpecialToken.Dsml.default_str()
+
+_EFFORT = re.compile(r"(Reasoning Effort: )\d+(?= )")
+"""How the text of a thinking prompt begins (spec §10.5), after the two tokens for the beginning and the system."""
+_NUM_LEADING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,28 @@ class ChatFormat:
             hidden_token_ids=frozenset(hidden | {config.pad_token_id, config.image_token_id}),
             marker=Marker(ids[_MARKER], _MARKER),
         )
+
+    def encode(self, conversation: Conversation, effort: int | None = None) -> list[int]:
+        """Return the prompt's ids, with `effort` in place of the number of the conversation's own tier.
+
+        The library renders tiers only. The text from the effort to the next control token is encoded again as a
+        whole, because tokens may join what stands around a number. Without thinking there is no effort to replace.
+        """
+        token_ids = self.encoding.encode(conversation)
+        if effort is None or not conversation.thinking_mode:
+            return token_ids
+        rendered = self.encoding.render_conversation(conversation)
+        (_, start), (end, _) = rendered.special_ranges[_NUM_LEADING - 1 : _NUM_LEADING + 1]
+        text = rendered.prompt[start:end]
+        replaced = self._encode_text(_EFFORT.sub(rf"\g<1>{effort}", text, count=1))
+        rest = token_ids[_NUM_LEADING + len(self._encode_text(text)) :]
+        return [*token_ids[:_NUM_LEADING], *replaced, *rest]
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Return the ids of text in which nothing is a control token: the library does that inside a user's turn."""
+        turn = Conversation([UserMessage(text)], thinking_mode=False)
+        # <bos> <User> text <Assistant> </think>
+        return self.encoding.encode(turn)[2:-2]
 
 
 def _check_tokens(ids: dict[str, int], config: ModelConfig, path: Path) -> None:

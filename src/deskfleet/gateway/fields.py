@@ -14,10 +14,11 @@ is the field as the client spelled it.
 
 Thinking may be asked for in four ways, which must not contradict each other: `thinking: {type: enabled |
 disabled | adaptive}`, `enable_thinking`, `chat_template_kwargs: {thinking | enable_thinking}`, and
-`reasoning_effort`, where `none` means off and any other tier means on unless a switch says off. Without any
-of them the server's default holds. `EFFORT_TIERS` says what each effort means. How many tokens a thought may have is
-said by any of `thinking_budget`, `thinking_token_budget`, `thinking: {budget_tokens}` and `chat_template_kwargs:
-{thinking_budget}`, which must agree.
+`reasoning_effort`, at the top or in `chat_template_kwargs`, where `none` means off and anything else means on unless a
+switch says off. Without any of them the server's default holds. An effort is a name of `EFFORT_TIERS` or a whole
+number from 1 to 100, which stands in the prompt as it is. How many tokens a thought may have is said by any of
+`thinking_budget`, `thinking_token_budget`, `thinking: {budget_tokens}` and `chat_template_kwargs: {thinking_budget}`,
+which must agree.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ EFFORT_TIERS: dict[str, str | None] = {
     "max": "max",  # 100
 }
 """Effort as clients spell it -> the publisher's tier."""
+
+_EFFORT_NUMBERS = range(1, 101)
+_NUMBERED_TIERS = {50: "low", 75: "high", 100: "max"}
 
 UNSUPPORTED: dict[str, tuple[object, str]] = {
     "n": (1, "one choice per request"),
@@ -250,8 +254,10 @@ def requested_thinking_budget(fields: ChatFields) -> int | None:
     return next(iter(asked.values()), None)
 
 
-def resolve_thinking(fields: ChatFields, *, default: bool) -> tuple[bool, str | None]:
-    """Return whether to think, and the publisher's effort tier (None: the model's default).
+def resolve_thinking(fields: ChatFields, *, default: bool) -> tuple[bool, str | int | None]:
+    """Return whether to think, and the effort: the publisher's tier, or a number that no tier stands for.
+
+    An effort of None is the model's default.
 
     Raises RequestError for switches that contradict each other and for an unknown effort.
     """
@@ -263,32 +269,33 @@ def resolve_thinking(fields: ChatFields, *, default: bool) -> tuple[bool, str | 
         "chat_template_kwargs.enable_thinking": template.enable_thinking,
     }
     asked = {name: wish for name, wish in switches.items() if wish is not None}
-    tiers = {
-        name: _effort_tier(name, effort)
+    efforts = {
+        name: _effort(name, effort)
         for name, effort in (
             ("reasoning_effort", fields.reasoning_effort),
             ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
         )
         if effort is not None
     }
-    if None in tiers.values():
-        asked |= {name: False for name, tier in tiers.items() if tier is None}
+    if None in efforts.values():
+        asked |= {name: False for name, effort in efforts.items() if effort is None}
     _refuse_contradiction(asked)
-    _refuse_contradiction(tiers)
-    tier = next(iter(tiers.values()), None)
-    thinking = next(iter(asked.values()), True if tiers else default)
-    return thinking, tier if thinking else None
+    _refuse_contradiction(efforts)
+    effort = next(iter(efforts.values()), None)
+    thinking = next(iter(asked.values()), True if efforts else default)
+    return thinking, effort if thinking else None
 
 
-def _effort_tier(name: str, effort: str | int) -> str | None:
+def _effort(name: str, effort: str | int) -> str | int | None:
     if isinstance(effort, str) and effort in EFFORT_TIERS:
         return EFFORT_TIERS[effort]
-    hint = f"use one of {', '.join(EFFORT_TIERS)}"
-    if isinstance(effort, int):
-        raise RequestError(
-            f"{name}: efforts as numbers are not supported, got {effort}", param=name, hint=hint
-        )
-    raise RequestError(f"{name}: unknown effort {effort!r}", param=name, hint=hint)
+    if isinstance(effort, int) and effort in _EFFORT_NUMBERS:
+        return _NUMBERED_TIERS.get(effort, effort)
+    raise RequestError(
+        f"{name}: unknown effort {effort!r}",
+        param=name,
+        hint=f"use a whole number from 1 to 100, or one of {', '.join(EFFORT_TIERS)}",
+    )
 
 
 def _refuse_contradiction(wishes: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ are the library's alone; what is added here is what it leaves to its caller:
   them. When one matches, `AnswerParser.finished` turns true before the engine is done, and the caller closes
   the engine's iterator.
 * The prompt is counted with every image at its full span.
+* The library knows efforts as tiers; another number takes the tier's place in the prompt (`ChatFormat.encode`).
 """
 
 from __future__ import annotations
@@ -92,8 +93,10 @@ class ChatProtocol:
             raise UnknownModel(fields.model, self._settings.model_id)
         messages, references = to_recipe_messages(fields.messages)
         images = read_images(references, self._format.config.vision, self._settings)
-        conversion = self._convert(fields, messages)
-        token_ids, ordered = self._encode(conversion, images)
+        thinking, effort = resolve_thinking(fields, default=self._settings.default_thinking)
+        tier, number = (None, effort) if isinstance(effort, int) else (effort, None)
+        conversion = self._convert(fields, messages, thinking, tier)
+        token_ids, ordered = self._encode(conversion, number, images)
         num_prompt_tokens = len(token_ids) + sum(image.num_tokens - 1 for image in ordered)
         request = GenerateRequest(
             request_id=request_id,
@@ -107,13 +110,14 @@ class ChatProtocol:
         """Return the parser of this request's answer."""
         return AnswerParser(prepared, self._settings.model_id, self._format)
 
-    def _convert(self, fields: ChatFields, messages: list[dict[str, Any]]) -> ConversationRequest:
-        thinking, effort = resolve_thinking(fields, default=self._settings.default_thinking)
+    def _convert(
+        self, fields: ChatFields, messages: list[dict[str, Any]], thinking: bool, tier: str | None
+    ) -> ConversationRequest:
         body = {
             "model": fields.model,
             "messages": messages,
             "thinking": {"type": "enabled" if thinking else "disabled"},
-            "reasoning_effort": effort,
+            "reasoning_effort": tier,
             "tools": msgspec.to_builtins(fields.tools),
             "tool_choice": msgspec.to_builtins(fields.tool_choice),
             "response_format": msgspec.to_builtins(fields.response_format),
@@ -130,10 +134,10 @@ class ChatProtocol:
             raise _name_conversion_error(error, fields) from error
 
     def _encode(
-        self, conversion: ConversationRequest, images: list[RequestImage]
+        self, conversion: ConversationRequest, effort: int | None, images: list[RequestImage]
     ) -> tuple[list[int], list[RequestImage]]:
         """Return the prompt's ids, and the images in the order of their placeholders."""
-        token_ids = self._format.encoding.encode(conversion.conversation)
+        token_ids = self._format.encode(conversion.conversation, effort)
         if not images:
             return token_ids, []
         rendered = self._format.encoding.render_conversation(conversion.conversation)

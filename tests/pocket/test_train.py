@@ -1,0 +1,193 @@
+"""The training loop: it learns, it resumes where it stopped, each stage changes what it may and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pocket.model.draft import make_model
+from pocket.optimiser import Optimiser, is_muon, orthogonalise, pace, steer_router
+from pocket.stages import PLANS, Phase
+from pocket.state import MAX_FILE_BYTES, Progress, State, load_compact, load_newest, save_compact, save_whole
+from pocket.train import Options, Trainer, smoke_options, train
+from tests.pocket.fixtures_model import config, token_map
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def options(out: Path, *, tokens: int, stage: str = "base") -> Options:
+    given = smoke_options(out, 1.0, stage=stage)
+    plan = replace(given.stage, tokens=tokens, phases=(Phase(0.3, 128, quantised=False), Phase(1.0, 128)))
+    return replace(given, stage=plan, batch_tokens=512)
+
+
+def log_of(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_it_learns_and_resumes(tmp_path: Path) -> None:
+    first = train(options(tmp_path, tokens=10_240))
+    losses = [line["text"] for line in log_of(tmp_path) if "text" in line]
+    assert losses[0] > 7.5  # near chance among 4,096
+    assert losses[-1] < losses[0] - 1.0
+    assert first.progress.step == 20
+
+    longer = options(tmp_path, tokens=15_360)
+    second = Trainer(longer)
+    assert not second.fresh  # the whole state was there
+    assert second.progress == first.progress
+    assert second.data_seed != first.data_seed
+    for name, value in first.backbone.state_dict().items():
+        assert torch.equal(value, second.backbone.state_dict()[name]), name
+    for name, value in first.optimiser.first.items():
+        assert torch.equal(value, second.optimiser.first[name]), name
+
+    (tmp_path / "scratch" / "whole.pt").unlink()
+    third = train(longer)  # from the compact state alone
+    assert third.fresh
+    assert third.progress.step == 30
+    resumed = [line["text"] for line in log_of(tmp_path) if "text" in line][-1]
+    assert resumed < losses[-1] + 0.3
+
+
+@pytest.mark.parametrize(("stage", "changed"), [("book", ".engram.embed.weight"), ("draft", "mtp.")])
+def test_late_stages_change_only_their_own(tmp_path: Path, stage: str, changed: str) -> None:
+    given = options(tmp_path, tokens=1_024, stage=stage)
+    before = Trainer(given)
+    old = {
+        name: value.clone()
+        for module in (before.backbone, before.drafter)
+        for name, value in module.state_dict().items()
+    }
+    after = train(given)
+    new = after.backbone.state_dict() | after.drafter.state_dict()
+    different = {name for name, value in new.items() if not torch.equal(value, old[name])}
+    assert different
+    assert all(changed in name for name in different), different
+
+
+@pytest.mark.slow
+def test_drafts_learn(tmp_path: Path) -> None:
+    train(options(tmp_path, tokens=12_800, stage="draft"))
+    lines = [line for line in log_of(tmp_path) if "distance" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+
+
+def test_a_piece_ends_in_time(tmp_path: Path) -> None:
+    given = replace(options(tmp_path, tokens=10**9), minutes=0.1)
+    assert train(given).progress.step > 0
+    assert load_compact(tmp_path) is not None
+
+
+def test_another_configuration_is_refused(tmp_path: Path) -> None:
+    given = options(tmp_path, tokens=512)
+    train(given)
+    with pytest.raises(SystemExit, match="configuration"):
+        Trainer(replace(given, sizes=replace(given.sizes, num_hidden_layers=6)))
+
+
+def test_an_earlier_stage_does_not_start_from_a_later_one(tmp_path: Path) -> None:
+    train(options(tmp_path, tokens=512, stage="draft"))
+    with pytest.raises(SystemExit, match="draft"):
+        Trainer(options(tmp_path, tokens=512, stage="base"))
+
+
+def test_compact_state_loses_little_and_fits_small_files(tmp_path: Path) -> None:
+    backbone, drafter = make_model(config(), token_map(), 3)
+    parameters = backbone.state_dict() | drafter.state_dict()
+    parameters |= {f"filler.{n}.experts.w1.weight": torch.randn(4, 512, 1024) for n in range(10)}
+    state = State(Progress("long", 7, 99), {"a": [1]}, parameters)
+    total = save_compact(state, tmp_path)
+    files = list(tmp_path.glob("weights-*.safetensors"))
+    assert len(files) > 1
+    assert all(path.stat().st_size <= MAX_FILE_BYTES + 2**16 for path in files)
+    assert total < 1.3 * sum(p.numel() for p in parameters.values())
+    loaded = load_compact(tmp_path)
+    assert loaded is not None
+    assert loaded.progress == state.progress
+    assert set(loaded.parameters) == set(parameters)
+    for name, value in parameters.items():
+        limit = (
+            value.abs().max() * (1 / 250 if ".experts.w" in name or ".engram.embed." in name else 1e-3) + 1e-7
+        )
+        assert (loaded.parameters[name] - value).abs().max() <= limit, name
+
+
+def test_half_a_state_is_none(tmp_path: Path) -> None:
+    parameters = {"a": torch.randn(64, 64)}
+    save_compact(State(Progress("base", 1, 10), {}, parameters), tmp_path / "one")
+    save_whole(State(Progress("base", 1, 5), {}, parameters, {"steps": 1}), tmp_path / "two")
+    newest = load_newest([tmp_path / "one", tmp_path / "two"])
+    assert newest is not None
+    assert newest.progress.tokens == 10
+    file = next((tmp_path / "one").glob("weights-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    newest = load_newest([tmp_path / "one", tmp_path / "two"])
+    assert newest is not None
+    assert newest.progress.tokens == 5
+
+
+def test_learning_rate_rises_stays_falls_and_rises_after_a_fresh_resume() -> None:
+    stage = PLANS["base"]
+    at = [stage.rate_at(int(stage.tokens * share), 1000, fresh=False) for share in (0, 0.005, 0.3, 0.8, 1.0)]
+    assert at[0] == 0
+    assert 0 < at[1] < at[2] == stage.rate > at[3] > at[4] == pytest.approx(stage.rate * stage.final)
+    assert stage.rate_at(stage.tokens // 3, 0, fresh=True) < stage.rate / 10
+
+
+def test_every_parameter_has_one_rule() -> None:
+    backbone, drafter = make_model(config(), token_map(), 0)
+    names = [name for module in (backbone, drafter) for name, _ in module.named_parameters()]
+    muon = {name for name in names if is_muon(name)}
+    for part in (
+        "attn.wq_a",
+        "attn.wo_b",
+        "experts.w1",
+        "shared_experts.w2",
+        "engram.wkv",
+        "main_proj",
+        "mlp.w1",
+    ):
+        assert any(part in name for name in muon), part
+    for part in ("embed", "norm", "ffn.gate", "hc_", "sink", "indexer", "bias", "head.weight", "image_start"):
+        assert not any(part in name for name in muon), part
+    assert pace("layers.1.engram.embed.weight") == (2.0, 0.0)
+    assert pace("layers.1.attn.wq_a.weight")[1] > 0
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 24, 64)))
+    assert values.min() > 0.5
+    assert values.max() < 1.4
+
+
+def test_the_optimiser_descends_and_survives_a_bad_gradient() -> None:
+    target = torch.randn(32, 16)
+    parameters = {"x.attn.wq_a.weight": torch.zeros(32, 16), "x.norm.weight": torch.zeros(16)}
+    for value in parameters.values():
+        value.requires_grad_()
+    optimiser = Optimiser(parameters)
+    for step in range(200):
+        loss = (parameters["x.attn.wq_a.weight"] - target).square().mean()
+        loss = loss + (parameters["x.norm.weight"] - 1).square().mean()
+        if step == 100:
+            loss = loss * torch.nan
+        loss.backward()
+        optimiser.step(0.1 * (1 - step / 200))
+    assert all(value.isfinite().all() for value in parameters.values())
+    assert loss < 0.1
+
+
+def test_router_biases_move_against_the_load() -> None:
+    bias, bias_vl = torch.zeros(3), torch.zeros(3)
+    steer_router([(bias, bias_vl)], [torch.tensor([[5.0, 1.0, 3.0], [0.0, 0.0, 0.0]])], 0.1)
+    assert torch.allclose(bias, torch.tensor([-0.1, 0.1, 0.0]))
+    assert torch.equal(bias_vl, torch.zeros(3))
