@@ -187,6 +187,8 @@ def test_a_boot_corrects_the_next_plan(call: Call, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, f"wrote {kept}\n")
     assert_tidy(done.out)
     assert re.search(r"graph pools +\S+ GiB +3\.00 GiB +\+", done.out)
+    elsewhere = call("plan", "--engine", "sglang", "--tp", "4", "--context", "131072", "--calibration", kept)
+    assert "not applied: corrections of vllm 0.33.0 on spark; planned is sglang on spark" in elsewhere.err
     after = call(*asked, "--calibration", kept, "--json").object
     line = next(line for line in after["ranks"][0]["lines"] if line["name"] == "graph pools")
     assert (line["num_bytes"], line["basis"]) == (3 * GIB, "measured")

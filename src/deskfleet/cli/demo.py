@@ -116,9 +116,7 @@ class _Demo:
         else:
             print(_in_words(self._question, answer), flush=True)
         say()
-        say(
-            "A tiny checkpoint has random weights: its words mean nothing. A later release brings a trained one."
-        )
+        say("The weights that make-tiny writes are random: the words of such a checkpoint mean nothing.")
         if not self._once:
             say(f"{ready.endpoint.model_id} stays up at {ready.endpoint.url}/v1 until Ctrl-C. Talk to it:")
             say(how_to_talk(ready))

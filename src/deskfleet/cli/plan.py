@@ -218,6 +218,11 @@ def run(
         calibrations = tuple(map(read_calibration, calibration or ()))
         found = find(_inventory(checkpoint, model), _cluster(nodes, fleet, available), asked, calibrations)
     plan = found.best
+    for unused in plan.unused_calibrations:
+        say(
+            f"not applied: corrections of {unused.engine} {unused.engine_version} on {unused.node_kind}; planned is "
+            f"{plan.layout.engine} on {plan.cluster.kind.name}"
+        )
     if svg is not None:
         _write(svg, render_svg(plan))
     if write_profile is not None and plan.fits:

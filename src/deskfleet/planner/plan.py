@@ -93,6 +93,12 @@ class MemoryPlan:
         return min(self.budgets, key=lambda budget: budget.margin_bytes)
 
     @property
+    def unused_calibrations(self) -> tuple[Calibration, ...]:
+        """Corrections that were given and belong to another engine, version or kind of node."""
+        where = (self.layout.engine, rules_of(self.layout.engine).version, self.cluster.kind.name)
+        return tuple(each for each in self.calibrations if not each.is_of(*where))
+
+    @property
     def margin_bytes(self) -> int:
         """What the tightest rank could still hold; negative when it does not fit."""
         return self.tightest.margin_bytes

@@ -5,6 +5,7 @@ An engine's own file says how it cuts, what a token costs, and what its runtime 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,7 +43,7 @@ class Runtime:
     source: str
 
 
-class StockRules:
+class StockRules(ABC):
     """Rules that hold for all of them; a subclass fills in the rest."""
 
     name: EngineName
@@ -55,27 +56,27 @@ class StockRules:
     dcp_sizes: ClassVar[tuple[int, ...]] = (1,)
     has_bounded_indexer: ClassVar[bool] = False
 
+    @abstractmethod
     def cut_rules(self, cluster: Cluster) -> CutRules:
         """How it cuts on this kind of machine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kv_rate(self, inventory: Inventory, layout: ServingLayout) -> KvRate:
         """What a token costs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def window_line(self, inventory: Inventory, layout: ServingLayout) -> BudgetLine:
         """The pool of raw window rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prefill_lines(self, inventory: Inventory, layout: ServingLayout) -> list[BudgetLine]:
         """What reading a long prompt needs beyond activations."""
-        raise NotImplementedError
 
+    @abstractmethod
     def boot(
         self, inventory: Inventory, cluster: Cluster, layout: ServingLayout, lines: list[BudgetLine]
     ) -> BootPrediction | None:
         """What the engine's own rule makes of these lines."""
-        raise NotImplementedError
 
     def unserved(self, inventory: Inventory, cluster: Cluster) -> Refusal | None:
         """It needs an accelerator, and kernels for the experts' format."""
