@@ -51,7 +51,9 @@ def test_m81_upstream_form() -> None:
 
 def test_bounded_indexer_keeps_its_budget_and_never_needs_more_than_the_unbounded_one() -> None:
     chosen_bytes = 4096 * 512 * 4
-    assert bounded_indexer_bytes(4096, 1_048_576, 1 << 30) == 73 * 14 * 1_048_576 + chosen_bytes
+    assert bounded_indexer_bytes(4096, 1_048_576, 1 << 30) == (1 << 30) + chosen_bytes
+    sizes = [bounded_indexer_bytes(1280, num_keys, 2 << 30) for num_keys in range(1000, 1_048_576, 997)]
+    assert sizes == sorted(sizes)  # a longer prompt never needs less
     assert bounded_indexer_bytes(4096, 1_048_576, 2 << 30) <= (2 << 30) + chosen_bytes
     assert bounded_indexer_bytes(64, 1000, 1 << 30) == indexer_bytes(64, 1000) + 64 * 512 * 4
     assert bounded_indexer_bytes(2, 1_000_000, 1) == 14_000_000 + 2 * 512 * 4  # one row is the least

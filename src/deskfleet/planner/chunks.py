@@ -58,13 +58,15 @@ def bounded_indexer_bytes(
 ) -> int:
     """Peak bytes of an indexer that scores a few rows of the chunk at a time, as many as `budget_bytes` hold.
 
-    rows * keys * `pair_bytes`, at least one row, and the chosen positions of the whole chunk, `top_k` int32 a row. Rows
-    are independent, so the result is that of the unbounded form. Raises ConfigError for sizes below 1.
+    The budget or what the whole chunk needs, at least one row of `pair_bytes` a key, and the chosen positions of the
+    whole chunk, `top_k` int32 a row. The peak is that of the whole prompt up to `num_keys`: at the end whole rows may
+    fill less of the budget than they did before. Rows are independent, so the result is that of the unbounded form.
+    Raises ConfigError for sizes below 1.
     """
     at_least(1, chunk_tokens=chunk_tokens, num_keys=num_keys, budget_bytes=budget_bytes)
     row_bytes = pair_bytes * num_keys
-    rows = min(chunk_tokens, max(1, budget_bytes // row_bytes))
-    return rows * row_bytes + chunk_tokens * min(top_k, num_keys) * INDEX_BYTES
+    scores_bytes = max(row_bytes, min(chunk_tokens * row_bytes, budget_bytes))
+    return scores_bytes + chunk_tokens * min(top_k, num_keys) * INDEX_BYTES
 
 
 def smallest_image_chunk(max_image_tokens: int) -> int:
