@@ -103,6 +103,7 @@ class TokenChunk:
 
     `num_prompt_tokens` counts the prompt as the model saw it, image spans expanded; `num_cached_tokens` those of them
     that did not have to be run. `num_drafted` and `num_accepted` count this request's verified drafts so far.
+    `stop_reason` says more about a `stop` that the model did not decide itself, e.g. "repetition".
     """
 
     token_ids: tuple[int, ...]
@@ -112,6 +113,7 @@ class TokenChunk:
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    stop_reason: str | None = None
 
 
 def _counter(text: str) -> Any:
