@@ -107,14 +107,21 @@ TIGHT = {"num_blocks": 12}  # of 16 tokens, for requests of up to 120: somebody 
     [
         ("off", {}),
         ("off", TIGHT),
-        ("1", {}),
         ("2", TIGHT),
-        ("k=3,accept=token", {}),
-        ("4", {}),
         ("5", {}),
-        ("5", TIGHT),
         ("k=5,draft=greedy,accept=token,cap=conf:0.3", TIGHT),
-        ("k=5,cap=conf:0.1", {}),
+        *(
+            pytest.param(
+                *case, marks=pytest.mark.slow
+            )  # what the lines above do not reach is more of the same
+            for case in (
+                ("1", {}),
+                ("k=3,accept=token", {}),
+                ("4", {}),
+                ("5", TIGHT),
+                ("k=5,cap=conf:0.1", {}),
+            )
+        ),
     ],
 )
 def test_answers_do_not_depend_on_company(runner, alone, speculation, limits) -> None:
@@ -143,7 +150,10 @@ def test_draft_state_kept_by_batch_row_would_be_seen(runner, alone, monkeypatch)
         compare_drafts(drafts, alone[1])
 
 
-@pytest.mark.parametrize(("tp_size", "dcp_size"), [(2, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "dcp_size"),
+    [(2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (4, 2)))],
+)
 def test_answers_do_not_depend_on_ranks(alone, tp_size: int, dcp_size: int) -> None:
     group = Lockstep(
         checkpoint(),

@@ -140,7 +140,7 @@ def test_pools_take_their_memory_when_they_are_made() -> None:
     assert with_tables - with_pools > 0.98 * 2 * tables.global_blocks.nbytes
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 async def test_every_process_takes_what_was_planned(tp_size: int) -> None:
     for sizes, speculation in ((SHORT, "off"), (LONG, "k=3" if tp_size == 2 else "off")):
         options = EngineOptions(tp_size=tp_size, threads_per_rank=1, speculation=speculation, **sizes)  # type: ignore[arg-type]

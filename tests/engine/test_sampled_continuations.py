@@ -133,8 +133,17 @@ def judge(memo: MemoRunner, expected: dict[Tokens, float], mode: str, num_seeds:
     return chance
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+FAST = ("off", "block", "token")
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_seeds"),
+    [
+        pytest.param(mode, num_seeds, marks=() if num_seeds == FEW and mode in FAST else pytest.mark.slow)
+        for mode in MODES
+        for num_seeds in (FEW, MANY)
+    ],
+)
 def test_answers_are_distributed_as_the_model_says(memo, expected, mode: str, num_seeds: int) -> None:
     chance = judge(memo, expected, mode, num_seeds)
     measured.append(f"{num_seeds} sampled continuations, {mode}: p = {chance:.3g}")

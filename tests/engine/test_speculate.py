@@ -610,16 +610,17 @@ def first_tokens(drawn: Counter[Tokens]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_hundred_thousand_draws_follow_the_target(rule: Acceptance) -> None:
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_draws_follow_the_target(rule: Acceptance, count: int) -> None:
     """Vocabulary 8, two drafts at a temperature of their own: chi-square of the first token, and of pairs."""
     toy = Toy(1, vocabulary=8, block=2, sharpness=1.0)
-    drawn = draw(toy, rule, Coins, 100_000)
-    statistic = chi_square(first_tokens(drawn), toy.target(()) * 100_000)
+    drawn = draw(toy, rule, Coins, count)
+    statistic = chi_square(first_tokens(drawn), toy.target(()) * count)
     assert statistic < CHI_SQUARE_999[7], f"first token: {statistic:.1f}"
     expected = enumerated_pairs(toy, rule, 0.7)
     pairs = np.array([[drawn[a, b] for b in range(8)] for a in range(8)])
-    counts = np.append(pairs.ravel(), 100_000 - pairs.sum())
-    statistic = chi_square(counts, np.append(expected.ravel(), 1 - expected.sum()) * 100_000)
+    counts = np.append(pairs.ravel(), count - pairs.sum())
+    statistic = chi_square(counts, np.append(expected.ravel(), 1 - expected.sum()) * count)
     assert statistic < CHI_SQUARE_999[64], f"pairs: {statistic:.1f}"
 
 

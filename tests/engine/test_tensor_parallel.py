@@ -37,7 +37,8 @@ def one_rank(llm: LLM) -> tuple[list[tuple[int, ...]], np.ndarray]:
     return [c.token_ids for c in llm.generate(PROMPTS, ANSWER)], llm.score(SCORED)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, 5])
+# Every size is another group of processes to start; three ranks need padding, and threads show five ranks below.
+@pytest.fixture(scope="module", params=[2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[LLM]:
     """A group of real processes; of five ranks, the last has no output group and no expert."""
     with LLM(MODEL, tp_size=request.param, max_num_seqs=len(PROMPTS), threads_per_rank=1) as running:

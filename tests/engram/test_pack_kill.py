@@ -46,7 +46,8 @@ def start(source: Source, target: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("case", range(5))
+# Where a crash can hit at all, test_pack tries every single place; here the moment is chance, so more is better.
+@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in range(1, 5))])
 def test_kill_and_resume(tmp_path: Path, case: int) -> None:
     source = make_checkpoint(tmp_path / "model", vocab_size=997, layer_ids=(1, 14))
     reference = tmp_path / "reference"
