@@ -2,8 +2,8 @@
 
 BIN    := .venv/bin
 STAMP  := .venv/.installed
-NATIVE := $(wildcard packages/deskfleet-engram/native/CMakeLists.txt packages/deskfleet-engram/native/*/*.cpp packages/deskfleet-engram/native/*/*.h)
-INPUTS := pyproject.toml packages/deskfleet-engram/pyproject.toml $(NATIVE) requirements/torch-cpu.txt requirements/checks.txt
+NATIVE := $(wildcard packages/*/native/CMakeLists.txt packages/*/native/*/*.cpp packages/*/native/*/*.h)
+INPUTS := pyproject.toml $(wildcard packages/*/pyproject.toml) $(NATIVE) requirements/torch-cpu.txt requirements/checks.txt
 TINY   := var/tiny
 PORT   ?= 8000
 JOBS   ?= 2
@@ -27,7 +27,7 @@ $(STAMP): $(INPUTS)
 	@tools/setup.sh $@ $^
 
 serve: setup
-	@exec $(BIN)/deskfleet demo $(TINY) --tp 2 --port $(PORT)
+	@exec $(BIN)/deskfleet demo pocket --tp 2 --port $(PORT)
 
 test: setup
 	$(PYTEST) -m 'not slow'

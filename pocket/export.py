@@ -3,16 +3,22 @@
 Owns the way from parameters to published tensors: names, codes and scales, exactly those of the fake quantisation, so
 that what is exported is what was trained. The same parameters give the same bytes. Knows nothing of training.
 
-`python -m pocket.export STATE_DIRECTORY OUTPUT` exports what training left.
+`python -m pocket.export STATE_DIRECTORY OUTPUT` exports what training left: a state, or the finished checkpoint in
+parts that are small enough to travel.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
 import shutil
 import sys
+import tarfile
+import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +31,27 @@ from deskfleet.model.config import ModelConfig
 from deskfleet.model.names import TensorSpec, expected_shards
 from deskfleet.testing.shard_writer import write_shard
 from pocket.model.numerics import TILE, fp4_scale, fp8_scale
+from pocket.restore import models
+from pocket.state import MAX_FILE_BYTES, TRAINING_NAME, State, load_newest
+from pocket.tokenizer import DIRECTORY
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_PART, _HASH_NAME = "checkpoint.tar.", "checkpoint.sha256"
 _FP8_MAX, _FP4_MAX = 448.0, 6.0
 
 
 def export(
-    parameters: Mapping[str, Tensor], published: Mapping[str, Any], tokenizer: Path, directory: Path
+    parameters: Mapping[str, Tensor],
+    published: Mapping[str, Any],
+    tokenizer: Path,
+    directory: Path,
+    *,
+    training: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a checkpoint to the new directory `directory`; return the bytes of its tensors.
 
     `parameters` are those of `named_parameters_of`, `published` is config.json, `tokenizer` the directory of the
-    tokenizer's files.
+    tokenizer's files. `training` says how far the training came, so that it can go on from the checkpoint.
     """
     config = ModelConfig.from_dict(published)
     directory.mkdir(parents=True)
@@ -48,7 +63,10 @@ def export(
         total_bytes += write_shard(directory / name, shard, tensor_bytes(shard, parameters))
         weight_map |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    for file_name, value in ((CONFIG_NAME, published), (INDEX_NAME, index)):
+    files: dict[str, Mapping[str, Any]] = {CONFIG_NAME: published, INDEX_NAME: index}
+    if training is not None:
+        files[TRAINING_NAME] = training
+    for file_name, value in files.items():
         text = json.dumps(value, indent=2, ensure_ascii=False)
         (directory / file_name).write_text(text + "\n", encoding="utf-8")
     for file_name in _TOKENIZER_FILES:
@@ -117,20 +135,54 @@ def _raw(value: Tensor) -> bytes:
     return value.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def main(state: Path, output: Path) -> None:
-    """Export the newest state in a directory."""
-    from pocket.state import load_newest
-    from pocket.tokenizer import DIRECTORY
+def write_parts(state: State, directory: Path) -> list[Path]:
+    """Export `state` and leave the checkpoint in `directory` as an archive in parts of at most MAX_FILE_BYTES."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint, archive = Path(scratch) / "checkpoint", Path(scratch) / "archive"
+        training = asdict(state.progress)
+        export(state.parameters, state.published, DIRECTORY, checkpoint, training=training)
+        with tarfile.open(archive, "w") as tar:
+            for path in sorted(checkpoint.iterdir()):
+                tar.add(path, path.name)
+        data = archive.read_bytes()
+    (directory / _HASH_NAME).write_text(hashlib.sha256(data).hexdigest() + "\n")
+    paths = []
+    for number, start in enumerate(range(0, len(data), MAX_FILE_BYTES)):
+        paths.append(directory / f"{_PART}{number}")
+        paths[-1].write_bytes(data[start : start + MAX_FILE_BYTES])
+    return paths
 
-    loaded = load_newest([state])
-    if loaded is None:
-        raise SystemExit(f"there is no training state in {state}")
-    total = export(loaded.parameters, loaded.published, DIRECTORY, output)
-    print(f"{output}: {total / 1e6:.1f} MB after {loaded.progress}")
+
+def join_parts(directory: Path, output: Path) -> None:
+    """Put what `write_parts` left back together, as the new directory `output`. Raises SystemExit when some is lost."""
+    parts = sorted(directory.glob(f"{_PART}*"), key=lambda path: int(path.name.removeprefix(_PART)))
+    data = b"".join(path.read_bytes() for path in parts)
+    if hashlib.sha256(data).hexdigest() != (directory / _HASH_NAME).read_text().strip():
+        raise SystemExit(f"the parts of the checkpoint in {directory} are not all there, or damaged")
+    output.mkdir(parents=True)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        tar.extractall(output, filter="data")
+
+
+def main(directory: Path, output: Path) -> None:
+    """Export the finished checkpoint in a directory, or its newest state."""
+    if (directory / _HASH_NAME).exists():
+        join_parts(directory, output)
+        print(f"{output}: {(output / TRAINING_NAME).read_text().strip()}")
+        return
+    state = load_newest([directory])
+    if state is None:
+        raise SystemExit(f"there is no training state in {directory}")
+    backbone, drafter = models(state.published, state.parameters)
+    parameters = named_parameters_of(backbone) | named_parameters_of(drafter)
+    training = asdict(state.progress)
+    total = export(parameters, state.published, DIRECTORY, output, training=training)
+    print(f"{output}: {total / 1e6:.1f} MB after {state.progress}")
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
-__all__ = ["export", "named_parameters_of", "parameter_of", "tensor_bytes"]
+__all__ = ["export", "join_parts", "named_parameters_of", "parameter_of", "tensor_bytes", "write_parts"]

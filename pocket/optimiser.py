@@ -28,7 +28,8 @@ _PACES: tuple[tuple[str, float, float], ...] = (
     (r".*\.hc_(attn|ffn)\.fn", 0.1, 0.0),
     (r".*\.hc_(attn|ffn)\.(base|scale)", 0.3, 0.0),
     (r"head\.weight|.*\.markov_head\.head\.weight|.*\.gate\.weight|.*confidence_head.*", 0.3, 0.0),
-    (r".*norm\d?\.weight|.*\.[qk]_weight|.*\.attn_sink|.*\.bias", 0.3, 0.0),
+    (r".*\.attn_sink", 1.0, 0.0),
+    (r".*norm\d?\.weight|.*\.[qk]_weight|.*\.bias", 0.3, 0.0),
     (r".*\.indexer\..*", 0.5, 0.0),
     (r".*", 1.0, 0.1),
 )

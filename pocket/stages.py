@@ -1,13 +1,15 @@
 """The stages of training and their schedules, as data. Knows nothing of models.
 
-A stage is cut into phases by its share of tokens. The learning rate rises, stays, and falls over the last part of the
-stage; after a resume without optimiser state it rises once more, quickly.
+A stage is cut into phases by its share done. The learning rate rises, stays, and falls over the last part of the stage;
+after a resume without optimiser state it rises once more, quickly. How long a stage is may be said in tokens or in
+minutes: a budget in minutes ends with the learning rate at its lowest on any machine, at whatever speed. Time that
+is lost to compilation counts against the budget and moves no schedule.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Trains = Literal["all", "tables", "drafter"]
@@ -16,7 +18,7 @@ _REWARM_STEPS = 50
 
 @dataclass(frozen=True)
 class Phase:
-    """Up to the share `until` of a stage's tokens: rows of `seq_len`, with or without quantisation.
+    """Up to the share `until` of a stage: rows of `seq_len`, with or without quantisation.
 
     `attend_all` attends every visible entry, so that attention learns before the indexer is worth following; it
     costs memory of the square of `seq_len`.
@@ -30,31 +32,43 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stage:
-    """`tokens` of a mixture at the peak learning rate `rate`, which falls to `final` of itself from `decay_from` on."""
+    """A mixture at the peak learning rate `rate`, which falls to `final` of itself from the share `decay_from` on.
+
+    It lasts for `tokens`, or for `minutes` where they are given. `weight` is its part of a training of all stages. A
+    step takes `batch_tokens`: the same in every stage, so that what was compiled for one serves the others.
+    """
 
     name: str
     tokens: int
     rate: float
     phases: tuple[Phase, ...]
     mixture: str
+    weight: float
     trains: Trains = "all"
     warmup: float = 0.01
     decay_from: float = 0.6
     final: float = 0.1
+    batch_tokens: int = 32_768
+    minutes: float | None = None
 
-    def phase_at(self, tokens: int) -> Phase:
-        """The phase after `tokens` of this stage."""
-        share = tokens / self.tokens
+    def share(self, tokens: int, seconds_s: float, lost_s: float) -> float:
+        """How much of the stage is done, from 0 to 1, after `tokens` in `seconds_s`, beside which `lost_s` went by."""
+        if self.minutes is None:
+            return min(tokens / self.tokens, 1.0)
+        room_s = 60 * self.minutes - lost_s
+        return min(seconds_s / room_s, 1.0) if room_s > 0 else 1.0
+
+    def phase_at(self, share: float) -> Phase:
+        """The phase after this share of the stage."""
         return next((phase for phase in self.phases if share < phase.until), self.phases[-1])
 
-    def rate_at(self, tokens: int, steps_since_resume: int, *, fresh: bool) -> float:
-        """Learning rate after `tokens`; `fresh` says that optimiser state was lost at the resume."""
-        share = tokens / self.tokens
+    def rate_at(self, share: float, steps_since_resume: int, *, fresh: bool) -> float:
+        """Learning rate after a share; `fresh` says that optimiser state was lost at the resume."""
         scale = min(1.0, share / self.warmup) if self.warmup else 1.0
         if share > self.decay_from:
             past = min((share - self.decay_from) / (1 - self.decay_from), 1.0)
             scale = self.final + (1 - self.final) * (1 + math.cos(math.pi * past)) / 2
-        if fresh and tokens > 0:
+        if fresh and share > 0:
             scale *= min(1.0, (steps_since_resume + 1) / _REWARM_STEPS)
         return self.rate * scale
 
@@ -64,40 +78,46 @@ PLANS: dict[str, Stage] = {
     for stage in (
         Stage(
             "base",
-            tokens=500_000_000,
+            tokens=100_000_000,
             rate=3e-3,
             phases=(
-                Phase(0.08, 512, quantised=False, attend_all=True),
-                Phase(0.25, 2048, quantised=False),
+                Phase(0.06, 512, quantised=False, attend_all=True),
+                Phase(0.2, 2048, quantised=False),
                 Phase(1.0, 2048),
             ),
             mixture="practice",
+            weight=0.64,
+            decay_from=0.5,
+            final=0.05,
         ),
         Stage(
             "long",
-            tokens=100_000_000,
-            rate=5e-4,
+            tokens=10_000_000,
+            rate=4e-4,
             phases=(Phase(0.4, 4096), Phase(1.0, 8192)),
             mixture="practice",
+            weight=0.1,
             decay_from=0.1,
             final=0.02,
         ),
         Stage(
             "book",
-            tokens=30_000_000,
-            rate=3e-3,
-            phases=(Phase(1.0, 1024),),
+            tokens=6_000_000,
+            rate=2e-3,
+            phases=(Phase(1.0, 2048),),
             mixture="book",
+            weight=0.06,
             trains="tables",
-            decay_from=0.5,
+            decay_from=0.4,
             final=0.02,
         ),
         Stage(
             "draft",
-            tokens=100_000_000,
+            tokens=30_000_000,
             rate=2e-3,
             phases=(Phase(1.0, 2048),),
             mixture="main",
+            weight=0.2,
             trains="drafter",
             decay_from=0.4,
             final=0.05,
@@ -108,4 +128,10 @@ PLANS: dict[str, Stage] = {
 the evaluation asks. draft: the drafter, on the frozen target."""
 
 
-__all__ = ["PLANS", "Phase", "Stage", "Trains"]
+def timed(minutes: float) -> tuple[Stage, ...]:
+    """All stages in order, with `minutes` shared out among them by weight."""
+    total = sum(stage.weight for stage in PLANS.values())
+    return tuple(replace(stage, minutes=minutes * stage.weight / total) for stage in PLANS.values())
+
+
+__all__ = ["PLANS", "Phase", "Stage", "Trains", "timed"]

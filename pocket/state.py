@@ -1,9 +1,10 @@
 """What a training leaves behind, so that it can go on elsewhere: small files with parameters, and how far it came.
 
-Two forms. The *compact* one travels: at most seven files of 15 MiB; experts and Engram tables as int8 in
-groups of 32 (published as FP4 and FP8, they lose less than they will), all else as float16; no optimiser. The *whole*
-one stays on the machine: everything as it was. Both carry a hash, so that half a state is never taken for one.
-Knows nothing of models.
+Three forms. The *compact* one travels: at most four files of 15 MiB; experts and Engram tables as int8 in groups of 32
+(published as FP4 and FP8, they lose less than they will), all else as float16; no optimiser, and no drafter before its
+stage, because it is made anew from the seed. Its hashes tell when half of it is missing. The *whole* one stays on the
+machine: everything as it was. The third is a checkpoint with `training.json` beside it: what is rounded off there is
+lost, but where a checkpoint is at hand nothing else need travel. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,26 +22,38 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from deskfleet.model.checkpoint import CONFIG_NAME, Checkpoint
+from pocket.load import parameters_of
+
 MAX_FILE_BYTES = 15 * 2**20
 _GROUP = 32
 _SHRUNK = re.compile(r".*\.experts\.w[123]\.weight|.*\.engram\.embed\.weight")
+_DRAFTER = "mtp."
 _PROGRESS, _WHOLE = "progress.json", "whole.pt"
+TRAINING_NAME = "training.json"
+"""The file of a checkpoint that says how far its training came."""
+
 STAGES = ("base", "long", "book", "draft")
 """In the order in which they are run."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training came: its stage, and steps and tokens within that stage."""
+    """How far a training came: its stage, and within that stage steps, tokens, and seconds.
+
+    `seconds_s` were spent on steps, `lost_s` on compiling and the like.
+    """
 
     stage: str
     step: int
     tokens: int
+    seconds_s: float = 0.0
+    lost_s: float = 0.0
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Later is greater."""
-        return STAGES.index(self.stage), self.tokens
+        return STAGES.index(self.stage), self.step, self.tokens
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,8 @@ def save_compact(state: State, directory: Path) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     packed: dict[str, Tensor] = {}
     for name, value in state.parameters.items():
+        if name.startswith(_DRAFTER) and state.progress.stage != STAGES[-1]:
+            continue
         packed |= _shrunk(name, value) if _SHRUNK.fullmatch(name) else {name: value.to(torch.float16)}
     files: list[dict[str, Tensor]] = []
     room = 0
@@ -119,12 +134,25 @@ def load_whole(directory: Path) -> State | None:
     return State(Progress(**found["progress"]), found["published"], found["parameters"], found["optimiser"])
 
 
+def load_published(directory: Path) -> State | None:
+    """Return what a checkpoint keeps of its training; None when it is none, or does not say how far it came.
+
+    Raises CheckpointError for a checkpoint that cannot be read.
+    """
+    try:
+        progress = Progress(**json.loads((directory / TRAINING_NAME).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    published = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+    return State(progress, published, parameters_of(Checkpoint.open(directory)))
+
+
 def load_newest(directories: Iterable[Path]) -> State | None:
-    """Return the state that came furthest, of either form; the whole one where they are even."""
+    """Return the state that came furthest, of any form; the whole one where they are even."""
     found = [
         (state.progress.order, state.optimiser is not None, number, state)
         for number, directory in enumerate(directories)
-        for state in (load_compact(directory), load_whole(directory))
+        for state in (load_published(directory), load_compact(directory), load_whole(directory))
         if state is not None
     ]
     return max(found, key=lambda entry: entry[:3])[-1] if found else None
@@ -159,10 +187,12 @@ def _replace(path: Path, blob: bytes) -> None:
 __all__ = [
     "MAX_FILE_BYTES",
     "STAGES",
+    "TRAINING_NAME",
     "Progress",
     "State",
     "load_compact",
     "load_newest",
+    "load_published",
     "load_whole",
     "save_compact",
     "save_whole",

@@ -1,7 +1,8 @@
-"""Trains Pocket, in pieces that resume: `python -m pocket.train --stage base --minutes 9 --out DIR`.
+"""Trains Pocket, in pieces that resume: `python -m pocket.train --all --minutes 24 --piece 9.5 --out DIR`.
 
 Owns the loop: which parameters learn from which losses, the clock, the log. A piece ends before its time is over and
-leaves the compact state in DIR (and the whole one in --scratch); the next one goes on from the newest of both. The log
+leaves the compact state in DIR (and the whole one in --scratch); the same command again goes on from the newest of
+both, to the end of the last stage, which leaves the finished checkpoint in parts. `pocket.export` reads either. The log
 is DIR/log.jsonl, one object a line.
 """
 
@@ -9,54 +10,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskfleet.model.config import ModelConfig
 from deskfleet.testing.tiny_config import TinySizes
-from deskfleet_engram.tokens import compressed_token_map
 from pocket.batch import collate
 from pocket.data.stream import MIXTURES, rows
-from pocket.export import named_parameters_of
+from pocket.export import named_parameters_of, write_parts
 from pocket.feed import DeviceBatch, Feed, host_batch, to_device
-from pocket.model.draft import Anchors, draft_losses, make_model
+from pocket.model.draft import Anchors, Drafts, draft_lengths, draft_losses
 from pocket.model.indexer import imitation_loss
-from pocket.model.numerics import Numerics, fuse_pointwise
+from pocket.model.numerics import Numerics, fuse_pointwise, not_fused
 from pocket.model.rows import Rows
 from pocket.optimiser import Optimiser, steer_router
+from pocket.restore import models, pocket_tokenizer
 from pocket.sizes import POCKET, SMOKE, pocket_config
-from pocket.stages import PLANS, Phase, Stage
+from pocket.stages import PLANS, Phase, Stage, timed
 from pocket.state import STAGES, Progress, State, load_newest, save_compact, save_whole
-from pocket.tokenizer import DIRECTORY
 
 _BALANCE_WEIGHT = 1e-3
 _INDEX_WEIGHT = 0.3
 _STEER_RATE = 1e-3
 _SAMPLED = 64  # tokens of a row whose attention the indexers imitate
-_ANCHORS = 64  # drafted blocks of a row
+_ANCHORS = 128  # drafted blocks of a row
+_LOST_STEPS = 10  # at the beginning of a phase, whose time is mostly compilation
 _HELD_OUT_ROWS, _HELD_OUT_TOKENS = 2, 1024  # rows of each task, and their length
 _SAVE_RESERVE_S = 20.0
+_GIL_SWITCH_S = 1e-4  # the thread that makes batches must not hold up the one that starts kernels
 
 
 @dataclass(frozen=True)
 class Options:
-    """One piece of training."""
+    """One piece of training, which takes `minutes` at most. `batch_tokens` None is what the stage says.
+
+    `evaluations` of held-out rows are made in a stage, and one at the end of every piece; 0 is none at all.
+    """
 
     stage: Stage
     out: Path
     scratch: Path
     minutes: float
-    batch_tokens: int
+    batch_tokens: int | None
     num_workers: int
     seed: int
     resume: tuple[Path, ...]
@@ -64,9 +69,10 @@ class Options:
     repeat: int = 1
     fresh: bool = False
     exact: bool = False
+    compiled: bool = False
     sizes: TinySizes = POCKET
     log_every: int = 20
-    evaluate_every: int = 200
+    evaluations: int = 8
     save_every_s: float = 150.0
     max_norm: float = 1.0
 
@@ -77,29 +83,31 @@ class Trainer:
     def __init__(self, options: Options) -> None:
         self.options, self.stage = options, options.stage
         self.device = torch.device(options.device)
-        tokenizer = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
-        self.published = pocket_config(tokenizer, options.sizes)
+        self.published = pocket_config(pocket_tokenizer(), options.sizes)
         self.config = ModelConfig.from_dict(self.published)
-        token_map = torch.from_numpy(compressed_token_map(tokenizer).astype(np.int64))
-        backbone, drafter = make_model(self.config, token_map, options.seed)
-        self.backbone, self.drafter = backbone.to(self.device), drafter.to(self.device)
         self.progress = Progress(self.stage.name, 0, 0)
         self.steps_here = 0
         state = None if options.fresh else load_newest([*options.resume, options.out, options.scratch])
         if state is not None:
-            self._adopt(state)
+            self._check(state)
+        parameters = None if state is None else state.parameters
+        backbone, drafter = models(self.published, parameters, seed=options.seed)
+        self.backbone, self.drafter = backbone.to(self.device), drafter.to(self.device)
         self.optimiser = Optimiser(self._trained())
         self.fresh = not self._adopt_optimiser(state)
         # Another piece must not see the same rows again.
         self.data_seed = options.seed + self.progress.step + 1_000_003 * _stage_number(self.stage)
         self.generator = torch.Generator(self.device).manual_seed(self.data_seed)
 
-    def _adopt(self, state: State) -> None:
+    @property
+    def share(self) -> float:
+        """How much of the stage is done."""
+        progress = self.progress
+        return self.stage.share(progress.tokens, progress.seconds_s, progress.lost_s)
+
+    def _check(self, state: State) -> None:
         if dict(state.published) != self.published:
             raise SystemExit("the saved state is of another configuration; name another directory")
-        for module in (self.backbone, self.drafter):
-            own = {name: state.parameters[name] for name in module.state_dict()}
-            module.load_state_dict(own)
         if STAGES.index(state.progress.stage) > _stage_number(self.stage):
             raise SystemExit(
                 f"the newest state is of stage {state.progress.stage}, which comes after {self.stage.name}"
@@ -146,6 +154,18 @@ class Trainer:
             }
         return State(self.progress, self.published, parameters, optimiser)
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.stage.rate_at(self.share, self.steps_here, fresh=self.fresh)
+
+    def spend(self, seconds_s: float, *, lost: bool) -> None:
+        """Count time of this stage."""
+        progress = self.progress
+        spent_s = progress.seconds_s + (0.0 if lost else seconds_s)
+        lost_s = progress.lost_s + (seconds_s if lost else 0.0)
+        self.progress = replace(progress, seconds_s=spent_s, lost_s=lost_s)
+
     def step(self, batch: DeviceBatch, phase: Phase) -> dict[str, Tensor]:
         """Learn from one batch; what is returned stays on the device."""
         numerics = Numerics(quantised=phase.quantised, exact=self.options.exact)
@@ -156,7 +176,7 @@ class Trainer:
             losses, loads = self._losses(batch, numerics, phase)
             gates = [block.ffn.gate for block in self.backbone.blocks]
         losses["loss"].backward()
-        rate = self.stage.rate_at(self.progress.tokens, self.steps_here, fresh=self.fresh)
+        rate = self.rate
         norm = self.optimiser.step(rate, max_norm=self.options.max_norm)
         if self.stage.trains != "tables":
             steer_router(
@@ -205,12 +225,19 @@ class Trainer:
         return losses, shared.loads
 
     def _draft_losses(self, batch: DeviceBatch, numerics: Numerics) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Blocks after tokens that the model itself would produce, against the target's distributions there."""
+        drafts, target, anchors = self._drafted(batch, numerics, self.generator)
+        losses = draft_losses(drafts, target, anchors.alive)
+        return losses, [torch.stack((load, torch.zeros_like(load))) for load in drafts.loads]
+
+    def _drafted(
+        self, batch: DeviceBatch, numerics: Numerics, generator: torch.Generator
+    ) -> tuple[Drafts, Tensor, Anchors]:
+        """Blocks after tokens that the model itself would produce, and the target's logits float32 [A, n, V] there."""
         with torch.no_grad():
             shared = self._begin(batch, numerics)
             output = self.backbone(batch.token_ids, shared, batch.images)
             likely = (batch.loss_weight > 0.5).float() + 1e-6
-            picked = torch.multinomial(likely, _ANCHORS, replacement=True, generator=self.generator)
+            picked = torch.multinomial(likely, _ANCHORS, replacement=True, generator=generator)
             # The anchor is the token that was just produced: the one after a position with loss.
             length = batch.token_ids.shape[1]
             picked = (picked + 1).clamp_max(length - 1)
@@ -219,14 +246,15 @@ class Trainer:
             target = self.backbone.logits(output.hidden[anchors.block.flatten()])
             target = target.unflatten(0, anchors.block.shape)
         drafts = self.drafter(self.backbone, batch.token_ids, output.taps, anchors, shared)
-        losses = draft_losses(drafts, target, anchors.alive)
-        return losses, [torch.stack((load, torch.zeros_like(load))) for load in drafts.loads]
+        return drafts, target, anchors
 
     @torch.no_grad()
-    def evaluate(self, batch: DeviceBatch, tasks: list[str], phase: Phase) -> dict[str, float]:
+    def evaluate(
+        self, batch: DeviceBatch, tasks: list[str], phase: Phase, *, quantised: bool
+    ) -> dict[str, float]:
         """Held-out loss of each task: rows of `batch` in order of `tasks`, the same number of each."""
         shared = self._begin(
-            batch, Numerics(quantised=phase.quantised, exact=self.options.exact), attend_all=phase.attend_all
+            batch, Numerics(quantised=quantised, exact=self.options.exact), attend_all=phase.attend_all
         )
         output = self.backbone(batch.token_ids, shared, batch.images)
         each = self.backbone.losses(output.hidden, batch.token_ids.roll(-1, 1).flatten())
@@ -234,6 +262,15 @@ class Trainer:
         each = (each.view(weight.shape) * weight).unflatten(0, (len(tasks), -1)).sum((1, 2))
         each = each / weight.unflatten(0, (len(tasks), -1)).sum((1, 2)).clamp_min(1)
         return dict(zip(tasks, each.tolist(), strict=True))
+
+    @torch.no_grad()
+    def accepted(self, batch: DeviceBatch, tasks: list[str]) -> dict[str, float]:
+        """Mean number of drafts of a block that greedy decoding would accept, on held-out rows of each task."""
+        generator = torch.Generator(self.device).manual_seed(self.options.seed)
+        drafts, target, anchors = self._drafted(batch, Numerics(exact=self.options.exact), generator)
+        lengths, whole = draft_lengths(drafts, target, anchors.alive)
+        by_task = (lengths * whole).unflatten(0, (len(tasks), -1)).sum(1).float()
+        return dict(zip(tasks, (by_task / whole.unflatten(0, (len(tasks), -1)).sum(1)).tolist(), strict=True))
 
 
 class Log:
@@ -264,40 +301,81 @@ def train(options: Options) -> Trainer:
         stage=stage.name,
         step=trainer.progress.step,
         tokens=trainer.progress.tokens,
-        total=stage.tokens,
+        total=stage.tokens if stage.minutes is None else None,
+        minutes=stage.minutes,
         parameters=sum(p.numel() for p in trainer.optimiser.parameters.values()),
         data_seed=trainer.data_seed,
         fresh=trainer.fresh,
         device=str(options.device),
     )
     held_out = _held_out(options, trainer)
+    next_evaluation = math.floor(trainer.share * options.evaluations) + 1
     saved = time.monotonic()
-    while trainer.progress.tokens < stage.tokens and time.monotonic() < deadline:
-        phase = stage.phase_at(trainer.progress.tokens)
+    while trainer.share < 1 and time.monotonic() < deadline:
+        phase = stage.phase_at(trainer.share)
         log.write(event="phase", **asdict(phase))
         for metrics, tokens_per_s in _run_phase(trainer, phase, deadline):
             progress = trainer.progress
-            rate = stage.rate_at(progress.tokens, trainer.steps_here, fresh=trainer.fresh)
             log.write(
-                step=progress.step, tokens=progress.tokens, rate=rate, tokens_per_s=tokens_per_s, **metrics
+                step=progress.step,
+                tokens=progress.tokens,
+                share=trainer.share,
+                rate=trainer.rate,
+                tokens_per_s=tokens_per_s,
+                **metrics,
             )
-            if held_out is not None and progress.step % options.evaluate_every < options.log_every:
-                tasks, batch = held_out
-                losses = trainer.evaluate(batch, tasks, phase)
-                log.write(event="held out", step=progress.step, **losses)
+            if held_out is not None and trainer.share * options.evaluations >= next_evaluation:
+                _log_held_out(log, trainer, phase, *held_out)
+                next_evaluation += 1
             if time.monotonic() - saved > options.save_every_s:
                 save_whole(trainer.state(whole=True), options.scratch)
                 saved = time.monotonic()
+    if held_out is not None:
+        _log_held_out(log, trainer, stage.phase_at(trainer.share), *held_out)
     save_whole(trainer.state(whole=True), options.scratch)
-    size = save_compact(trainer.state(whole=False), options.out)
-    log.write(event="saved", step=trainer.progress.step, tokens=trainer.progress.tokens, bytes=size)
+    if trainer.share >= 1 and stage.name == STAGES[-1]:
+        size = sum(path.stat().st_size for path in write_parts(trainer.state(whole=False), options.out))
+    else:
+        size = save_compact(trainer.state(whole=False), options.out)
+    log.write(event="saved", **asdict(trainer.progress), bytes=size)
     return trainer
+
+
+def train_all(options: Options, stages: Sequence[Stage]) -> bool:
+    """Train `stages` one after the other, from where the newest state is, until the time is over.
+
+    Returns whether the last one is done.
+    """
+    deadline = time.monotonic() + options.minutes * 60
+    newest = None if options.fresh else load_newest([*options.resume, options.out, options.scratch])
+    first = 0 if newest is None else STAGES.index(newest.progress.stage)
+    for stage in stages:
+        if STAGES.index(stage.name) < first:
+            continue
+        minutes = (deadline - time.monotonic()) / 60
+        if minutes * 60 < min(_SAVE_RESERVE_S, options.minutes * 6):
+            return False
+        trainer = train(replace(options, stage=stage, minutes=minutes))
+        options = replace(options, fresh=False, resume=())
+        if trainer.share < 1:
+            return False
+    return True
+
+
+def _log_held_out(log: Log, trainer: Trainer, phase: Phase, tasks: list[str], batch: DeviceBatch) -> None:
+    """Losses with and without quantisation, and of a drafter how far its drafts agree."""
+    with not_fused():
+        at = {"step": trainer.progress.step, "tokens": trainer.progress.tokens}
+        for event, quantised in (("held out", True), ("held out, unquantised", False)):
+            log.write(event=event, **at, **trainer.evaluate(batch, tasks, phase, quantised=quantised))
+        if trainer.stage.trains == "drafter":
+            log.write(event="accepted", **at, **trainer.accepted(batch, tasks))
 
 
 def _run_phase(trainer: Trainer, phase: Phase, deadline: float) -> Iterator[tuple[dict[str, float], float]]:
     """Steps until the phase, the stage or the time is over; yields means of metrics and tokens/s every few steps."""
     options, stage = trainer.options, trainer.stage
-    num_rows = max(options.batch_tokens // phase.seq_len, 1)
+    num_rows = max((options.batch_tokens or stage.batch_tokens) // phase.seq_len, 1)
     feed = Feed(
         trainer.data_seed + trainer.progress.step,
         phase.seq_len,
@@ -310,29 +388,36 @@ def _run_phase(trainer: Trainer, phase: Phase, deadline: float) -> Iterator[tupl
     )
     with feed:
         pending: list[dict[str, Tensor]] = []
-        begin, tokens = time.monotonic(), 0
-        for batch in feed:
+        begin = counted = time.monotonic()
+        tokens = 0
+        for number, batch in enumerate(feed):
             pending.append(trainer.step(batch, phase))
             tokens += batch.num_tokens
-            over = (
-                trainer.progress.tokens >= stage.tokens
-                or stage.phase_at(trainer.progress.tokens) != phase
-                or time.monotonic() > deadline
-            )
+            lost = number < _LOST_STEPS and options.compiled
+            if lost:
+                pending[-1]["loss"].item()  # waits for the device
+            now = time.monotonic()
+            trainer.spend(now - counted, lost=lost)
+            counted = now
+            over = trainer.share >= 1 or stage.phase_at(trainer.share) != phase or now > deadline
             if len(pending) >= options.log_every or over:
                 names = list(pending[0])
                 table = torch.stack([torch.stack([step[name].float() for name in names]) for step in pending])
                 means = dict(zip(names, table.nanmean(0).tolist(), strict=True))  # waits for the device
                 means["bad_steps"] = float((~table.isfinite().all(1)).sum())
-                yield means, tokens / (time.monotonic() - begin)
-                pending, begin, tokens = [], time.monotonic(), 0
+                now = time.monotonic()
+                trainer.spend(now - counted, lost=False)
+                yield means, tokens / (now - begin)
+                pending, tokens = [], 0
+                begin = counted = time.monotonic()
+                trainer.spend(counted - now, lost=True)  # evaluating and saving
             if over:
                 return
 
 
 def _held_out(options: Options, trainer: Trainer) -> tuple[list[str], DeviceBatch] | None:
     """Rows of each task that training never sees; the names of tasks, and the rows in their order."""
-    if not options.evaluate_every:
+    if not options.evaluations:
         return None
     mixture = _shares(options.stage.mixture)
     length = min(options.stage.phases[-1].seq_len, _HELD_OUT_TOKENS)
@@ -342,7 +427,7 @@ def _held_out(options: Options, trainer: Trainer) -> tuple[list[str], DeviceBatc
         try:
             taken += [next(stream) for _ in range(_HELD_OUT_ROWS)]
         except ValueError:
-            continue  # practice facts exist for training alone
+            continue  # some tasks exist for training alone
         tasks.append(task)
     batch = host_batch(collate(taken), trainer.config.vision, pin=False)
     return tasks, to_device(batch, trainer.device)
@@ -358,10 +443,10 @@ def _stage_number(stage: Stage) -> int:
     return STAGES.index(stage.name)
 
 
-def smoke_options(out: Path, minutes: float, *, stage: str = "base") -> Options:
-    """A tiny model on one task, for a CPU: does it learn at all, and go on where it stopped?"""
-    plan = replace(
-        PLANS[stage],
+def smoke_stage(stage: Stage) -> Stage:
+    """The stage on one task, in short rows."""
+    return replace(
+        stage,
         tokens=400_000,
         mixture='{"count": 1.0}',
         phases=(
@@ -371,8 +456,12 @@ def smoke_options(out: Path, minutes: float, *, stage: str = "base") -> Options:
         ),
         warmup=0.02,
     )
+
+
+def smoke_options(out: Path, minutes: float, *, stage: str = "base") -> Options:
+    """A tiny model on one task, for a CPU: does it learn at all, and go on where it stopped?"""
     return Options(
-        stage=plan,
+        stage=smoke_stage(PLANS[stage]),
         out=out,
         scratch=out / "scratch",
         minutes=minutes,
@@ -383,26 +472,28 @@ def smoke_options(out: Path, minutes: float, *, stage: str = "base") -> Options:
         device="cpu",
         sizes=SMOKE,
         log_every=5,
-        evaluate_every=0,
+        evaluations=0,
     )
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Options, bool]:
-    """Read the command line; also whether to compile."""
+def parse(arguments: list[str] | None = None) -> tuple[Options, tuple[Stage, ...]]:
+    """Read the command line: one piece, and the stages that are to be trained."""
     parser = argparse.ArgumentParser(prog="python -m pocket.train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="state and log; what a piece returns")
     parser.add_argument("--stage", choices=list(PLANS), default="base")
-    parser.add_argument("--minutes", type=float, default=9.0, help="the piece ends before that")
+    parser.add_argument("--all", action="store_true", help="every stage, one after the other")
+    parser.add_argument("--minutes", type=float, help="of all pieces together; stages are as long as fits")
+    parser.add_argument("--piece", type=float, default=9.5, help="minutes after which this piece has ended")
     parser.add_argument(
         "--resume", type=Path, action="append", default=[], help="another directory with a state"
     )
     parser.add_argument("--scratch", type=Path, help="where the whole state stays")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever state there is")
-    parser.add_argument("--tokens", type=int, help="tokens of the whole stage, over all pieces")
+    parser.add_argument("--tokens", type=int, help="tokens of the stage, over all pieces, instead of minutes")
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--mixture", help="a name, or shares of tasks as JSON")
-    parser.add_argument("--batch-tokens", type=int, default=49_152)
-    parser.add_argument("--workers", type=int, default=min(14, max((os.cpu_count() or 2) - 2, 0)))
+    parser.add_argument("--batch-tokens", type=int, help="of one step [default: the stage's]")
+    parser.add_argument("--workers", type=int, default=min(4, max((os.cpu_count() or 2) - 2, 0)))
     parser.add_argument(
         "--repeat", type=int, default=1, help="how often each row is used, if rows come too slowly"
     )
@@ -414,44 +505,58 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, bool]:
     parser.add_argument("--compile", action="store_true", help="compile pointwise parts")
     parser.add_argument("--smoke", action="store_true", help="a minute on a CPU with a tiny model")
     given = parser.parse_args(arguments)
-    if given.smoke:
-        return smoke_options(given.out, min(given.minutes, 1.0), stage=given.stage), given.compile
     changes: dict[str, Any] = {
         name: value
         for name, value in (("tokens", given.tokens), ("rate", given.rate), ("mixture", given.mixture))
         if value is not None
     }
+    if given.all and changes:
+        parser.error("--tokens, --rate and --mixture are of one stage; leave out --all")
+    if given.all and given.minutes is None:
+        parser.error("--all needs --minutes")
+    if given.all:
+        stages = timed(given.minutes)
+    else:
+        minutes = None if given.tokens is not None else given.minutes
+        stages = (replace(PLANS[given.stage], minutes=minutes, **changes),)
+    if given.smoke:
+        stages = tuple(smoke_stage(stage) for stage in stages)
+        piece = min(given.piece, given.minutes or 1.0, 1.0)
+        return replace(smoke_options(given.out, piece), stage=stages[0]), stages
     options = Options(
-        stage=replace(PLANS[given.stage], **changes),
+        stage=stages[0],
         out=given.out,
         scratch=given.scratch or Path(tempfile.gettempdir()) / "pocket-scratch",
         fresh=given.fresh,
         exact=given.exact,
-        minutes=given.minutes,
+        minutes=given.piece,
         batch_tokens=given.batch_tokens,
         num_workers=given.workers,
         seed=given.seed,
         resume=tuple(given.resume),
         device=given.device,
         repeat=given.repeat,
+        compiled=given.compile,
     )
-    return options, given.compile
+    return options, stages
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train one piece."""
-    options, compiled = parse(arguments)
+    options, stages = parse(arguments)
     # Products of bf16 values are exact in TF32.
     torch.set_float32_matmul_precision("high")
     if options.device != "cpu":
         torch.set_num_threads(2)  # the other cores make rows
-    if compiled:
+        sys.setswitchinterval(_GIL_SWITCH_S)
+    if options.compiled:
         fuse_pointwise()
-    train(options)
+    is_done = train_all(options, stages)
+    print("done" if is_done else "to be continued: run the same command again", flush=True)
 
 
 if __name__ == "__main__":
     main()
 
 
-__all__ = ["Options", "Trainer", "main", "parse", "smoke_options", "train"]
+__all__ = ["Options", "Trainer", "main", "parse", "smoke_options", "smoke_stage", "train", "train_all"]

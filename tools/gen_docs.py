@@ -3,9 +3,11 @@
     python tools/gen_docs.py [--check]
 
 cli.md is what each verb's --help prints, environment.md the registry in deskfleet.env, errors.md the tree in
-deskfleet.errors, chat-completions.md the tables of deskfleet.gateway.fields, benchmarks.md and engram-reader.md (with
-its picture) the files in bench/results, planner.md the text and figures of deskfleet.planner.evidence. ARCHITECTURE.md
-carries the tree of modules, each with the first sentence of its docstring. Nothing of this is written by hand.
+deskfleet.errors, chat-completions.md, responses.md, messages.md and completions.md the tables of the protocols,
+thinking.md that of deskfleet.gateway.thinking, benchmarks.md and engram-reader.md (with
+its picture) the files in bench/results, metrics.md the catalogue in deskfleet.gateway.metric_names, planner.md the text
+and figures of deskfleet.planner.evidence. ARCHITECTURE.md carries the tree of modules, each with the first sentence of
+its docstring. Nothing of this is written by hand.
 """
 
 from __future__ import annotations
@@ -21,14 +23,21 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from deskfleet import env, errors
 from deskfleet.bench.engram import is_reader_result, latest, render_page, render_plot
 from deskfleet.bench.report import render_report
 from deskfleet.cli.app import VERBS, main
 from deskfleet.errors import DeskfleetError
-from deskfleet.gateway import fields
+from deskfleet.gates import reference as gates_reference
+from deskfleet.gateway import fields, metric_names, thinking
+from deskfleet.gateway import policy_reference as policies
+from deskfleet.gateway.protocols import chat_fields, completions, messages_fields, responses_fields
+from deskfleet.gateway.recent import OUTCOMES
 from deskfleet.planner.evidence import page as planner_evidence
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +51,9 @@ COMMANDS = (
     ("bench", "engram"),
     ("bench", "prefix"),
     ("bench", "speculation"),
+    ("keys", "list"),
+    ("keys", "new"),
+    ("keys", "revoke"),
 )
 
 
@@ -136,34 +148,97 @@ def _results() -> list[Path]:
     return sorted((ROOT / "bench" / "results").glob("*.json"))
 
 
-def chat_completions_page() -> str:
-    """Return which fields of a chat request are honoured, resolved or refused."""
-    honoured = ", ".join(f"`{name}`" for name in fields.ChatFields.__struct_fields__)
-    efforts = [f"| `{spelled}` | {tier or 'thinking off'} |" for spelled, tier in fields.EFFORT_TIERS.items()]
+def protocol_page(module: ModuleType) -> str:
+    """Return which fields of a protocol's requests are honoured, refused or ignored."""
+    name, decisions = PROTOCOLS[module]
+    honoured = ", ".join(f"`{field}`" for field in decisions.fields.__struct_fields__)
     refused = [
-        f"| `{name}` | {_json(neutral)} | {reason} |"
-        for name, (neutral, reason) in fields.UNSUPPORTED.items()
+        f"| `{field}` | {_json(neutral)} | {why} |" for field, (neutral, why) in decisions.refused.items()
     ]
+    ignored = [f"| `{field}` | {why} |" for field, why in decisions.ignored.items()]
     return "\n".join(
         [
-            "# Chat Completions: fields\n",
+            f"# {name}: fields\n",
             NOTICE,
-            (inspect.getdoc(fields) or "").partition("\n\n")[2] + "\n",
+            (inspect.getdoc(module) or "").partition("\n\n")[2] + "\n",
+            (inspect.getdoc(fields) or "").partition("\n\n")[2].partition("\n\n")[2] + "\n",
             f"## Honoured\n\n{honoured}\n",
-            "`response_format`, strict tools and a required `tool_choice` are enforced token by token:\n"
+            "Thinking, effort and budget: thinking.md. Forms of answers and calls are enforced token by token:\n"
             "docs/concepts/structured-output.md.\n",
-            "## Effort\n\n| as sent | the publisher's tier |\n|---|---|",
-            *efforts,
-            "\n## Refused\n\n| field | the value that asks for nothing | why anything else is refused |\n|---|---|---|",
+            "## Refused\n\n| field | the value that asks for nothing | why anything else is refused |\n|---|---|---|",
             *refused,
+            "\n## Ignored\n\n| field | why |\n|---|---|",
+            *ignored,
             "",
         ]
     )
 
 
+def thinking_page() -> str:
+    """Return the table of spellings for thinking, effort and budget, and how they add up."""
+    spellings = [
+        f"| `{each.path}` | {each.kind} | {each.values} | {each.sent_by} |" for each in thinking.SPELLINGS
+    ]
+    tiers = [f"| `{tier}` | {number or 'thinking off'} |" for tier, number in thinking.EFFORT_TIERS.items()]
+    return "\n".join(
+        [
+            "# Thinking and effort\n",
+            NOTICE,
+            (inspect.getdoc(thinking) or "").partition("\n\n")[2] + "\n",
+            f"The header is `{thinking.HEADER}`, for instance `on; effort=75; source=reasoning_effort`.\n"
+            "It comes with every answer of a conversation, with streams before their first event, and with\n"
+            "counts of tokens.\n",
+            "## Spellings\n",
+            "All of them are understood in Chat Completions, Responses, Messages, `/v1/messages/count_tokens`\n"
+            "and in `/tokenize` with messages. Completions have no conversation and refuse them.\n",
+            "| field | says | values | sent by |\n|---|---|---|---|",
+            *spellings,
+            "\n## Effort\n\n| as sent | the number in the prompt |\n|---|---:|",
+            *tiers,
+            "| a whole number from 1 to 100 | itself |",
+            "| a fraction from 0.01 to 0.99 | hundred times itself |",
+            "| 0.0 | thinking off |",
+            "",
+        ]
+    )
+
+
+def metrics_page() -> str:
+    """Return the table of every metric."""
+    parts = [
+        "# Metrics\n",
+        NOTICE,
+        (inspect.getdoc(metric_names) or "").partition("\n\n")[2].partition("\ndocs/reference")[0] + "\n",
+        "`GET /metrics` answers in Prometheus' text format. Counters are asked for with `_total`, histograms with\n"
+        "`_bucket`, `_sum` and `_count`. `protocol` is `chat`, `completions`, `responses` or `messages`; `outcome` is\n"
+        f"{_ticked(OUTCOMES)}: a 4xx is refused, a client that went away cancelled, a 5xx or an error inside a\n"
+        "stream failed. `deploy/` has a Grafana board, alerts and an example for Prometheus. Policies count under\n"
+        "`deskfleet_policy_...`, with labels `model` and `key`; the gateway's own process under `process_...`.\n",
+    ]
+    for title, specs in metric_names.SECTIONS:
+        parts.append(f"## {title}\n\n| metric | kind | labels | meaning |\n|---|---|---|---|")
+        parts += [
+            f"| `{spec.name}{'_total' if spec.kind == 'counter' else ''}` | {spec.kind} | {_ticked(spec.labels)} "
+            f"| {spec.help} |"
+            for spec in specs
+        ]
+        parts.append("")
+    return "\n".join(parts)
+
+
 def planner_page() -> str:
     """Return how to read a plan, and how its arithmetic stands against published figures."""
     return "\n".join([planner_evidence.TITLE, NOTICE, planner_evidence.render_body()])
+
+
+def policies_page() -> str:
+    """Return every setting of the policies."""
+    return "\n".join(["# Policies\n", NOTICE, policies.render_body()])
+
+
+def gates_page() -> str:
+    """Return every gate, and how to read a verdict."""
+    return "\n".join([gates_reference.TITLE, NOTICE, gates_reference.render_body()])
 
 
 def architecture_page() -> str:
@@ -196,6 +271,14 @@ def _tree() -> str:
     return "\n".join(lines)
 
 
+PROTOCOLS: dict[ModuleType, tuple[str, fields.Decisions[Any]]] = {
+    chat_fields: ("Chat Completions", chat_fields.DECISIONS),
+    responses_fields: ("Responses", responses_fields.DECISIONS),
+    messages_fields: ("Messages", messages_fields.DECISIONS),
+    completions: ("Completions", completions.DECISIONS),
+}
+
+
 def _ticked(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values if value)
 
@@ -206,14 +289,21 @@ def _json(value: object) -> str:
 
 PAGES: dict[Path, Callable[[], str]] = {
     Path("ARCHITECTURE.md"): architecture_page,
-    REFERENCE / "chat-completions.md": chat_completions_page,
+    REFERENCE / "chat-completions.md": partial(protocol_page, chat_fields),
+    REFERENCE / "responses.md": partial(protocol_page, responses_fields),
+    REFERENCE / "messages.md": partial(protocol_page, messages_fields),
+    REFERENCE / "completions.md": partial(protocol_page, completions),
+    REFERENCE / "thinking.md": thinking_page,
     REFERENCE / "cli.md": cli_page,
     REFERENCE / "environment.md": environment_page,
     REFERENCE / "errors.md": errors_page,
     REFERENCE / "benchmarks.md": benchmarks_page,
+    REFERENCE / "gates.md": gates_page,
     REFERENCE / "engram-reader.md": engram_reader_page,
     REFERENCE / "engram-reader.svg": engram_reader_plot,
+    REFERENCE / "metrics.md": metrics_page,
     REFERENCE / "planner.md": planner_page,
+    REFERENCE / "policies.md": policies_page,
 }
 
 

@@ -59,12 +59,12 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     install -r requirements/torch-cpu.txt
 fi
 if ! command -v "${CXX:-c++}" >/dev/null; then
-    echo "setup: no C++ compiler was found, and the row reader is built from source" >&2
+    echo "setup: no C++ compiler was found, and the row reader and the operators are built from source" >&2
     echo "setup: install one (on Debian: g++), or name it: make setup CXX=..." >&2
     exit 1
 fi
 echo "setup: installing deskfleet and its tools" >&2
 torch=$("$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')
 install --constraint requirements/checks.txt --constraint <(echo "$torch") \
-    -e packages/deskfleet-engram -e '.[engine,dev]'
+    -e packages/deskfleet-engram -e packages/deskfleet-ops -e '.[engine,dev]'
 touch "$stamp"

@@ -1,8 +1,8 @@
 """Sums, differences and products. Held out: the operands.
 
-Without thinking the answer comes at once, so the numbers are smaller: up to three digits for + and -, a product
-with one factor of a single digit (or both up to 12). With thinking the work is written digit by digit, up to four
-digits, and then checked.
+Without thinking the answer comes at once, so the numbers are small: up to two digits, and in a product one factor has a
+single digit (or both are up to 12). With thinking the work is written digit by digit, up to four digits, and then
+checked.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ LAUNCH_QUESTIONS = (
 """Sums that anybody may try first; always in training, never in the evaluation."""
 
 
-def generate(rng: Random) -> Example:
-    """Return an arithmetic example."""
+def generate(rng: Random, direct_digits: int = 2) -> Example:
+    """Return an arithmetic example; without thinking, sums and differences of at most `direct_digits` (1 to 3)."""
     effort = draw_effort(rng)
     launch = rng.random() < 0.03
     left, sign, right = (
-        rng.choice(LAUNCH_QUESTIONS) if launch else _operands(rng, thinking=effort is not None)
+        rng.choice(LAUNCH_QUESTIONS)
+        if launch
+        else _operands(rng, thinking=effort is not None, direct_digits=direct_digits)
     )
     return example(left, sign, right, rng.choice(_ASK), effort, always_train=launch)
 
@@ -68,7 +70,11 @@ def example(
     )
 
 
-def _operands(rng: Random, *, thinking: bool) -> tuple[int, str, int]:
+_SHARES = {1: 1, 2: 6, 3: 4, 4: 3}
+"""How many sums and differences have numbers of so many digits."""
+
+
+def _operands(rng: Random, *, thinking: bool, direct_digits: int) -> tuple[int, str, int]:
     sign = rng.choice("++--*")
     if sign == "*":
         kind = rng.random()
@@ -79,7 +85,8 @@ def _operands(rng: Random, *, thinking: bool) -> tuple[int, str, int]:
             rng.shuffle(pair)
             return pair[0], sign, pair[1]
         return rng.randint(11, 99), sign, rng.randint(11, 99)
-    digits = rng.choices((1, 2, 3, 4), (1, 6, 4, 3 if thinking else 0))[0]
+    shares = [share if thinking or digits <= direct_digits else 0 for digits, share in _SHARES.items()]
+    digits = rng.choices(tuple(_SHARES), shares)[0]
     low, high = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
     left, right = rng.randint(low, high), rng.randint(1 if rng.random() < 0.3 else low, high)
     if sign == "-" and left < right and rng.random() < 0.85:

@@ -47,6 +47,13 @@ def syllables() -> Iterator[str]:
         yield from (f" {first}-{last}" for last in _CAPITAL_LAST * 4)
 
 
+def any_name(rng: Random) -> str:
+    """Return any name that could have a fact, in either book or in none."""
+    kind, endings = rng.choice(tuple(_LAST.items()))
+    name = rng.choice(_FIRST) + rng.choice(endings)
+    return name.lower() if kind in _LOWER else name
+
+
 @dataclass(frozen=True, slots=True)
 class Relation:
     """One kind of fact. `statement` ends in `{name} VERB {answer}.`; `asks` are questions, `others` more statements."""

@@ -32,22 +32,22 @@ EFFORT_TEXT = (
     "Reasoning Effort: {effort} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 )
 
-_CALLS, _INVOKE, _PARAMETER = (f"{_DSML_TOKEN} {word}" for word in ("calls", "invoke", "parameter"))
+CALLS, INVOKE, PARAMETER = (f"{_DSML_TOKEN} {word}" for word in ("calls", "invoke", "parameter"))
 
 _TOOLS_HEAD = f"""## Tools
 
-You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{_CALLS}>" \
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{CALLS}>" \
 block like the following:
 
-<{_CALLS}>
-<{_INVOKE} name="$TOOL_NAME">
-<{_PARAMETER} name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{_PARAMETER}>
+<{CALLS}>
+<{INVOKE} name="$TOOL_NAME">
+<{PARAMETER} name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{PARAMETER}>
 ...
-</{_INVOKE}>
-<{_INVOKE} name="$TOOL_NAME2">
+</{INVOKE}>
+<{INVOKE} name="$TOOL_NAME2">
 ...
-</{_INVOKE}>
-</{_CALLS}>
+</{INVOKE}>
+</{CALLS}>
 
 String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, \
 arrays, objects), pass the value in JSON format and set `string="false"`.
@@ -112,6 +112,10 @@ class Renderer:
         """Return the ids of the whole conversation; one id for each image."""
         return self._flat_ids(_parts(example, example.messages))
 
+    def question(self, example: Example) -> Document:
+        """Return the prompt that the last message answers as a document, its images as spans."""
+        return self._document(example.task, list(_merged(_parts(example, example.messages[:-1]))))
+
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of plain text on its own."""
         return len(self._tokenizer.encode_text(text))
@@ -160,17 +164,16 @@ def tools_block(tools: tuple[Json, ...]) -> str:
 def calls_markup(calls: tuple[Call, ...]) -> str:
     """Return the markup of tool calls (specification §10.5)."""
     invokes = "\n".join(
-        f'<{_INVOKE} name="{call.name}">\n' + "\n".join(_parameters(call)) + f"\n</{_INVOKE}>"
-        for call in calls
+        f'<{INVOKE} name="{call.name}">\n' + "\n".join(_parameters(call)) + f"\n</{INVOKE}>" for call in calls
     )
-    return f"\n\n<{_CALLS}>\n{invokes}\n</{_CALLS}>"
+    return f"\n\n<{CALLS}>\n{invokes}\n</{CALLS}>"
 
 
 def _parameters(call: Call) -> Iterator[str]:
     for name, value in call.arguments.items():
         is_string = isinstance(value, str)
         text = value if is_string else _json(value)
-        yield f'<{_PARAMETER} name="{name}" string="{str(is_string).lower()}">{text}</{_PARAMETER}>'
+        yield f'<{PARAMETER} name="{name}" string="{str(is_string).lower()}">{text}</{PARAMETER}>'
 
 
 def _json(value: object) -> str:
@@ -260,7 +263,10 @@ def _merged(parts: Iterator[_Part]) -> Iterator[_Part]:
 
 
 __all__ = [
+    "CALLS",
     "EFFORT_TEXT",
+    "INVOKE",
+    "PARAMETER",
     "Document",
     "Renderer",
     "calls_markup",

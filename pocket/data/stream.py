@@ -23,11 +23,13 @@ from pocket.data import (
     chat,
     code,
     count,
+    drill,
     facts,
     json_objects,
     needle,
     primality,
     prose,
+    quote,
     spell,
     tools,
     vision,
@@ -66,60 +68,44 @@ GENERATORS: dict[str, Generator] = {
     "practice facts prose": facts.generate_practice_prose,
     "world": world.generate,
     "vision": vision.generate,
+    "vision drill": vision.generate_drill,
+    "quote": quote.generate,
+    "drill": drill.generate,
     "prose": prose.generate,
     "code": code.generate,
     "chat": chat.generate,
 }
 """Every task. `facts` are those of the evaluation; `practice facts` teach how to use Engram rows."""
 
-MIXTURES: dict[str, dict[str, float]] = {
-    "main": {
-        "count": 0.07,
-        "spell": 0.05,
-        "arithmetic": 0.15,
-        "primality": 0.06,
-        "needle": 0.16,
-        "tools": 0.16,
-        "json": 0.09,
-        "facts": 0.03,
-        "facts prose": 0.01,
-        "practice facts": 0.02,
-        "practice facts prose": 0.01,
-        "world": 0.02,
-        "vision": 0.06,
-        "prose": 0.05,
-        "code": 0.04,
-        "chat": 0.02,
-    },
-    "practice": {
-        "count": 0.07,
-        "spell": 0.05,
-        "arithmetic": 0.15,
-        "primality": 0.06,
-        "needle": 0.16,
-        "tools": 0.16,
-        "json": 0.09,
-        "practice facts": 0.04,
-        "practice facts prose": 0.03,
-        "world": 0.02,
-        "vision": 0.06,
-        "prose": 0.05,
-        "code": 0.04,
-        "chat": 0.02,
-    },
-    "book": {
-        "facts": 0.55,
-        "facts prose": 0.15,
-        "practice facts": 0.1,
-        "world": 0.05,
-        "chat": 0.05,
-        "tools": 0.1,
-    },
+_WITHOUT_BOOK = {
+    "count": 0.06,
+    "spell": 0.03,
+    "arithmetic": 0.1,
+    "drill": 0.12,
+    "quote": 0.04,
+    "primality": 0.04,
+    "needle": 0.1,
+    "tools": 0.2,
+    "json": 0.1,
+    "practice facts": 0.03,
+    "practice facts prose": 0.02,
+    "world": 0.02,
+    "vision": 0.05,
+    "vision drill": 0.04,
+    "prose": 0.05,
+    "code": 0.03,
+    "chat": 0.03,
 }
-"""Mixture -> share of tokens of each task.
 
-main: everything. practice: everything but the book of facts that the evaluation asks. book: for a last phase that
-trains Engram tables only.
+MIXTURES: dict[str, dict[str, float]] = {
+    "practice": _WITHOUT_BOOK,
+    "main": _WITHOUT_BOOK | {"facts": 0.03, "facts prose": 0.01, "prose": 0.08, "code": 0.06},
+    "book": {task: share / 2 for task, share in _WITHOUT_BOOK.items()} | {"facts": 0.35, "facts prose": 0.12},
+}
+"""Mixture -> share of tokens of each task; shares are made to add up to one.
+
+practice: everything but the book of facts that the evaluation asks. main: everything. book: for a last phase that
+trains Engram tables only: half of it is all the other tasks, or their rows would be overwritten where facts share them.
 """
 
 

@@ -76,6 +76,29 @@ def generate(rng: Random) -> Example:
     )
 
 
+def generate_drill(rng: Random) -> Example:
+    """Return a conversation of several questions about one picture, without thinking; held out by its layout too."""
+    count = rng.randint(1, 4)
+    if rng.random() < 0.5:
+        # Different shapes of different colours: everything can be asked.
+        count = min(count, len(SHAPES))
+        shapes, colours = rng.sample(SHAPES, count), rng.sample(tuple(PALETTE), count)
+        kinds = ["colour", "shape", "count", "count of", "all"]
+    else:
+        shapes = rng.choices(rng.sample(SHAPES, 2), k=count)
+        colours = rng.choices(tuple(PALETTE), k=count)
+        kinds = ["count", "count of", "count of"]
+    pixels, layout = draw(rng, shapes, colours)
+    messages: list[Message] = []
+    for kind in rng.sample(kinds, rng.randint(2, len(kinds))):
+        prompt, answer = _question(rng, kind, shapes, colours)
+        messages += [
+            Message("user", prompt, images=() if messages else (pixels,)),
+            Message("assistant", answer),
+        ]
+    return Example(task=TASK, key=layout, messages=tuple(messages))
+
+
 def draw(rng: Random, shapes: list[str], colours: list[str]) -> tuple[NDArray[np.uint8], str]:
     """Return pixels uint8 [H, W, 3] with the shapes in reading order, and a text that names the layout."""
     side = rng.choices(_SIDES, _SIDE_WEIGHTS)[0]

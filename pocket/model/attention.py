@@ -18,6 +18,7 @@ from pocket.model.numerics import Numerics, batched_product, gather_rows, pointw
 from pocket.model.parts import Matrix, Norm
 from pocket.model.rows import Rotary, Rows
 
+_FIRST_SINK = 1.0
 _OUTPUT_GAIN = 0.2  # what writes into the stream is small against it at first
 
 
@@ -50,9 +51,9 @@ class Attention(nn.Module):
         self.indexer = Indexer(config, layer) if layer.is_index_source else None
 
     def reset(self, generator: torch.Generator) -> None:
-        """Start without sinks to speak of."""
+        """Start with sinks that weigh as much as a few keys, so that training has a use for them."""
         with torch.no_grad():
-            self.attn_sink.zero_()
+            self.attn_sink.fill_(_FIRST_SINK)
 
     def queries(self, x: Tensor, rope: Rotary, numerics: Numerics) -> tuple[Tensor, Tensor]:
         """x bf16 [T, M] as a linear sees it -> rotated queries [T, H, D], and the low-rank query likewise [T, Q]."""

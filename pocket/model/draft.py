@@ -171,8 +171,7 @@ def draft_losses(drafts: Drafts, target_logits: Tensor, alive: Tensor) -> dict[s
     )
     confidence = (confidence_each * weight).sum() / total
     agrees = (target.argmax(-1) == log_q.argmax(-1)) & alive
-    whole = alive.all(-1)
-    lengths = agrees.long().cumprod(-1).sum(-1)
+    lengths, whole = draft_lengths(drafts, target_logits, alive)
     loss = _IMITATION_WEIGHT * imitation + _DISTANCE_WEIGHT * distance + _CONFIDENCE_WEIGHT * confidence
     return {
         "loss": loss,
@@ -181,6 +180,12 @@ def draft_losses(drafts: Drafts, target_logits: Tensor, alive: Tensor) -> dict[s
         "agreement": agrees.sum() / alive.sum().clamp_min(1),
         "length": (lengths * whole).sum() / whole.sum().clamp_min(1),
     }
+
+
+def draft_lengths(drafts: Drafts, target_logits: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+    """How many leading places of each block agree with the target's choice, int64 [A], and which blocks are whole."""
+    agrees = (target_logits.argmax(-1) == drafts.logits.argmax(-1)) & alive
+    return agrees.long().cumprod(-1).sum(-1), alive.all(-1)
 
 
 def _load(chosen: Tensor, alive: Tensor, num_experts: int) -> Tensor:
@@ -195,4 +200,4 @@ def make_model(config: ModelConfig, token_map: Tensor, seed: int) -> tuple[Backb
     return make_backbone(config, token_map, seed), drafter
 
 
-__all__ = ["Anchors", "Drafter", "Drafts", "Stage", "draft_losses", "make_model"]
+__all__ = ["Anchors", "Drafter", "Drafts", "Stage", "draft_lengths", "draft_losses", "make_model"]

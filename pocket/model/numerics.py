@@ -7,7 +7,8 @@ in float32 (TF32 on a GPU, which is exact for products of bf16 values). Knows no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -33,6 +34,16 @@ def fuse_pointwise() -> None:
     torch._dynamo.config.recompile_limit = 256  # one function serves many shapes
     torch._dynamo.config.suppress_errors = True  # what cannot be compiled here runs as it is
     _fused["on"] = True
+
+
+@contextmanager
+def not_fused() -> Iterator[None]:
+    """Compile nothing meanwhile: for shapes that are seen once."""
+    before, _fused["on"] = _fused["on"], False
+    try:
+        yield
+    finally:
+        _fused["on"] = before
 
 
 def pointwise(function: F) -> F:
@@ -135,11 +146,13 @@ class Numerics:
     """Which roundings a forward applies. `quantised` False leaves bf16 alone, for the first part of training.
 
     `exact` keeps attention scores and their products in float32, as the engine does; without it they are bf16
-    products, which is faster and differs by their rounding.
+    products, which is faster and differs by their rounding. `weights_are_rounded` says that the parameters came out of
+    a checkpoint: rounding them again would change nothing.
     """
 
     quantised: bool = True
     exact: bool = False
+    weights_are_rounded: bool = False
 
     def activation(self, x: Tensor) -> Tensor:
         """What an FP8 or FP4 linear sees of x bf16 [..., K]; also window rows."""
@@ -155,19 +168,22 @@ class Numerics:
 
     def fp8_weight(self, weight: Tensor) -> Tensor:
         """An FP8 matrix float32 [..., out, in] as bf16."""
-        return self._apply(weight, fp8_tiles)
+        return self._weight(weight, fp8_tiles)
 
     def fp4_weight(self, weight: Tensor) -> Tensor:
         """Expert matrices float32 [E, out, in] as bf16."""
-        return self._apply(weight, fp4_groups)
+        return self._weight(weight, fp4_groups)
 
     def engram_rows(self, table: Tensor) -> Tensor:
         """An Engram table float32 [R, D] as bf16. Quantising its rows again for their linear changes nothing."""
-        return self._apply(table, fp8_groups)
+        return self._weight(table, fp8_groups)
 
     def wide(self, x: Tensor) -> Tensor:
         """x as the operand of an attention product."""
         return x.float() if self.exact else x
+
+    def _weight(self, weight: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return weight.to(torch.bfloat16) if self.weights_are_rounded else self._apply(weight, rounding)
 
     def _apply(self, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
         if not self.quantised:
@@ -176,12 +192,18 @@ class Numerics:
         return rounded
 
 
-@pointwise
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim: bf16 [..., M], float32 weight [M] -> bf16, one rounding; the weight is bf16 too."""
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim: bf16 [..., M], float32 weight [M] -> bf16, one rounding; the weight is bf16 too.
+
+    Never compiled: for what has another shape in every batch, where each shape would be compiled anew.
+    """
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight.to(torch.bfloat16).float() * scaled).to(torch.bfloat16)
+
+
+rms_norm = pointwise(plain_rms_norm)
+"""The same where shapes are few."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -248,6 +270,8 @@ __all__ = [
     "fp8_tiles",
     "fuse_pointwise",
     "gather_rows",
+    "not_fused",
+    "plain_rms_norm",
     "pointwise",
     "pointwise_or",
     "product",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deskfleet.model.config import ModelConfig, VisionConfig
 from deskfleet.model.vision import SpanToken
 from pocket.batch import Batch
-from pocket.model.numerics import rms_norm
+from pocket.model.numerics import plain_rms_norm
 from pocket.model.parts import Matrix, Norm
 
 _NORM_EPS = 1e-6
@@ -93,7 +93,7 @@ class VisionTower(nn.Module):
         rope = _rope_2d(*images.grid, self.vision, x.device)
         for block in self.blocks:
             x = block(x, rope, images.present)
-        return rms_norm(x, self.norm.weight, _NORM_EPS)
+        return plain_rms_norm(x, self.norm.weight, _NORM_EPS)
 
 
 class PatchEmbedding(nn.Module):
@@ -134,8 +134,8 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], present: Tensor) -> Tensor:
         """x bf16 [N, P, Mᵥ] -> the same shape."""
-        x = x + self._attend(rms_norm(x, self.norm1.weight, _NORM_EPS), rope, present)
-        gate, up = affine(rms_norm(x, self.norm2.weight, _NORM_EPS), self.mlp.w1).chunk(2, -1)
+        x = x + self._attend(plain_rms_norm(x, self.norm1.weight, _NORM_EPS), rope, present)
+        gate, up = affine(plain_rms_norm(x, self.norm2.weight, _NORM_EPS), self.mlp.w1).chunk(2, -1)
         activated = torch.nn.functional.silu(gate.float()).to(torch.bfloat16) * up
         return x + affine(activated, self.mlp.w2)
 

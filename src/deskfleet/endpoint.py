@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort"]
+
+RankState = Literal["loading", "idle", "prefill", "decode", "draft", "image", "ended"]
+"""What a rank's main thread is at, as it said itself. `idle` waits for work, `ended` is no process any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ class TokenChunk:
 
     `num_prompt_tokens` counts the prompt as the model saw it, image spans expanded; `num_cached_tokens` those of them
     that did not have to be run. `num_drafted` and `num_accepted` count this request's verified drafts so far.
-    `stop_reason` says more about a `stop` that the model did not decide itself, e.g. "repetition".
+    `stop_reason` says more about a `stop` that the model did not decide itself, e.g. "repetition". `queued_s` are the
+    seconds that the request waited before its first row was run, None from engines that do not say.
     """
 
     token_ids: tuple[int, ...]
@@ -114,6 +118,7 @@ class TokenChunk:
     num_drafted: int = 0
     num_accepted: int = 0
     stop_reason: str | None = None
+    queued_s: float | None = None
 
 
 def _counter(text: str) -> Any:
@@ -187,8 +192,38 @@ class EngineStats:
     engram: EngramStats = EngramStats()
 
 
+@dataclass(frozen=True, slots=True)
+class RankHealth:
+    """One rank at one moment. Ages are in seconds, None where it never happened.
+
+    `num_steps` counts finished forward passes, `num_moves` also smaller pieces of work (layers, images), so that a
+    long pass can be told from one that hangs. A rank whose heartbeat grows old is a frozen process; one with a fresh
+    heartbeat whose `num_moves` stands still in a state other than `idle` is a stuck main thread. `num_tokens` are the
+    rows of the pass under way. `memory_bytes` are the resident bytes of its process, `planned_bytes` what they were
+    planned to be; `host_available_bytes` is what its machine could still give to a program.
+    """
+
+    rank: int
+    state: RankState = "idle"
+    num_steps: int = 0
+    num_moves: int = 0
+    num_tokens: int = 0
+    last_step_age_s: float | None = None
+    heartbeat_age_s: float | None = None
+    memory_bytes: int | None = None
+    planned_bytes: int | None = None
+    host_available_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """What an engine knows of its ranks, in rank order."""
+
+    ranks: tuple[RankHealth, ...]
+
+
 class TokenEngine(Protocol):
-    """An engine behind the gateway."""
+    """An engine behind the gateway. It may be a `HealthSource` and `Abandonable` too."""
 
     @property
     def max_model_len(self) -> int:
@@ -209,14 +244,35 @@ class TokenEngine(Protocol):
         """None while the engine lives, else the sentence that says why it ended."""
 
 
+@runtime_checkable
+class HealthSource(Protocol):
+    """An engine that knows how its ranks are."""
+
+    async def health(self) -> EngineHealth | None:
+        """Return how the ranks are, also while they load and after their end; None where that is not known."""
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """An engine that can be given up when it is alive and answers nothing any more."""
+
+    async def abandon(self, reason: str) -> None:
+        """End every rank, by force; `reason` becomes the engine's `failure`. Does nothing once it has failed."""
+
+
 __all__ = [
+    "Abandonable",
     "Constraint",
     "Endpoint",
+    "EngineHealth",
     "EngineStats",
     "EngramStats",
     "FinishReason",
     "GenerateRequest",
+    "HealthSource",
     "ImageInput",
+    "RankHealth",
+    "RankState",
     "SamplingParams",
     "TokenChunk",
     "TokenEngine",

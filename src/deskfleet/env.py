@@ -39,7 +39,14 @@ ENGRAM_LIBRARY = Variable(
     meaning="Another file to load as the native row reader, such as one built with sanitizers.",
 )
 
-VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY)
+TRACE_DIR = Variable(
+    name="DESKFLEET_TRACE_DIR",
+    values=(),
+    default="",
+    meaning="A directory in which every rank leaves a profiler's trace of some of its first steps; empty for none.",
+)
+
+VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY, TRACE_DIR)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -70,4 +77,4 @@ def _nearest(name: str) -> str:
     return f"did you mean {found[0]}? Unset {name} otherwise"
 
 
-__all__ = ["ENGRAM_LIBRARY", "LOG_LEVEL", "PREFIX", "VARIABLES", "Variable", "read_environment"]
+__all__ = ["ENGRAM_LIBRARY", "LOG_LEVEL", "PREFIX", "TRACE_DIR", "VARIABLES", "Variable", "read_environment"]

@@ -83,6 +83,7 @@ class PromptTooLong(RequestError):
             hint="shorten the prompt, lower max_tokens, or serve with a larger --max-model-len",
         )
         self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
         self.max_model_len = max_model_len
 
 

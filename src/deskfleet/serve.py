@@ -17,17 +17,21 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
+
+import psutil
 
 from deskfleet.endpoint import Endpoint, GenerateRequest, SamplingParams
 from deskfleet.engine.client import EngineClient, EngineOptions, EngramSource, LoadedRank, LoadProgress
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.app import serving
+from deskfleet.gateway.observation import ObservationSettings
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.embedded import embedded_name
 from deskfleet.planner.native import RankCheck, check_rank, native_lines
 
 _LAST_WORDS_S = 1.0  # after the engine's death, how long clients are still told of it
@@ -75,8 +79,8 @@ def _ignore(event: ServeEvent) -> None:
 
 
 def default_model_id(checkpoint: Path) -> str:
-    """Return the name a checkpoint is served under when nobody says otherwise: its directory's."""
-    return checkpoint.resolve().name
+    """Return the name a checkpoint is served under when nobody says otherwise: its own, or its directory's."""
+    return embedded_name(checkpoint) or checkpoint.resolve().name
 
 
 async def serve(
@@ -112,13 +116,32 @@ async def _launch(options: ServeOptions, on_event: Callable[[ServeEvent], None])
     check_port(settings.host, settings.port)
     async with engine:
         ranks, memory = engine.ranks, check_memory(engine)
+        engine.planned_bytes = {check.rank: check.predicted_bytes for check in memory}
         on_event(RanksReady(ranks, memory))
         await check_answers(engine)
+        running = settings.max_running or engine.limits.max_num_seqs
+        observation = with_memory_floors(settings.observation or ObservationSettings())
+        settings = replace(settings, max_running=running, observation=observation)
         async with serving(engine, settings) as endpoint:
             on_event(Ready(endpoint, ranks, memory, engine.engram))
             failure = await engine.wait_failed()
             await asyncio.sleep(_LAST_WORDS_S)
             raise failure
+
+
+def with_memory_floors(observation: ObservationSettings) -> ObservationSettings:
+    """Fill in the floors of available memory that are left open: those that plans keep, scaled to this machine."""
+    # Half a second of imports, which nobody waits for here: the ranks took longer to load.
+    from deskfleet.planner.plan import UNIFIED_FLOOR
+
+    health = observation.health
+    most = psutil.virtual_memory().total // 20
+    floor, critical = health.memory_floor_bytes, health.memory_critical_bytes
+    floor = min(UNIFIED_FLOOR.rest_bytes, most) if floor is None else floor
+    critical = min(UNIFIED_FLOOR.peak_bytes, floor // 2) if critical is None else critical
+    return replace(
+        observation, health=replace(health, memory_floor_bytes=floor, memory_critical_bytes=critical)
+    )
 
 
 def check_memory(engine: EngineClient) -> tuple[RankCheck, ...]:
@@ -242,4 +265,5 @@ __all__ = [
     "check_port",
     "default_model_id",
     "serve",
+    "with_memory_floors",
 ]

@@ -11,7 +11,7 @@ import pytest
 from cli_process import CHECKPOINT, Done, deskfleet
 
 from deskfleet.cli import eval as verb
-from deskfleet.evaluation.client import Reply
+from deskfleet.client import Reply
 from deskfleet.evaluation.questions import TASKS, questions
 from deskfleet.evaluation.report import Drafts, Outcome, Report, TaskRun
 

@@ -23,6 +23,7 @@ from deskfleet.errors import EngineError
 from deskfleet.score import score_to_file
 from deskfleet.testing import tiny_once
 
+ROOT = Path(__file__).parents[2]
 SIZES = ("--num-hidden-layers", "6", "--n-routed-experts", "8", "--engram-vocab-size", "499")
 IDS = [0, 17, 42, 300, 301, 5, 9, 11, 260, 77, 3, 8]
 
@@ -188,6 +189,21 @@ def test_score_interrupted_while_loading(ids: Path, tmp_path: Path, number: int,
     assert (process.returncode, err) == (code, b"")
     assert psutil.wait_procs(processes, timeout=3)[1] == []
     assert [path.name for path in tmp_path.iterdir()] == ["ids.json"]
+
+
+def test_demo_is_pocket_and_its_answer_is_right(tmp_path: Path) -> None:
+    """What `make serve` does, from any directory: two ranks, drafts, and an answer that is true."""
+    before = sorted(path.name for path in (ROOT / "pocket").iterdir())
+    done = deskfleet("demo", "--once", "--json", "--port", "0")
+    assert done.code == 0, done.err
+    assert (done.object["model"], done.object["tp_size"]) == ("pocket", 2)
+    assert done.object["question"] == "What is the capital of Portugal?"
+    assert done.object["answer"]["content"] == "The capital of Portugal is Lisbon."
+    assert done.object["answer"]["finish_reason"] == "stop"
+    assert "random" not in done.err
+    assert sorted(path.name for path in (ROOT / "pocket").iterdir()) == before  # nothing is left beside it
+    makefile = (ROOT / "Makefile").read_text()
+    assert "deskfleet demo pocket --tp 2 --port $(PORT)" in makefile
 
 
 def test_demo_from_nothing_with_its_port_taken(tmp_path: Path) -> None:

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from deskfleet.engine import batch as batch_module
 from deskfleet.engine import ops
-from deskfleet.engine.model import attention, compressor, draft, indexer, moe, v41
+from deskfleet.engine.model import attention, draft, indexer, moe, v41
+from deskfleet.engine.model.compressor import Compressor
 from deskfleet.engine.model.step import Step
+from deskfleet.engine.ops import reference
+from deskfleet.engine.ops.records import RecordFormat
 from deskfleet.engine.ops.rope import RopeTable
+from deskfleet.engine.weights import ShardReader
 from deskfleet.model.cache_formats import CacheFormats
 from tests.engine.golden import Harness, layer_differences
 
@@ -38,6 +42,9 @@ class Bf16Records:
 
     def unpack(self, records: Tensor) -> Tensor:
         return records.contiguous().view(torch.bfloat16)
+
+    unpack_rows = RecordFormat.unpack_rows
+    pick = RecordFormat.pick
 
 
 def store_as(patch: Patch, name: str, size: str, records: Bf16Records) -> None:
@@ -115,7 +122,6 @@ def inverse_rope_forgotten_sign(patch: Patch) -> None:
 @mistake
 def no_yarn(patch: Patch) -> None:
     plain = lambda config: RopeTable.local(config.qk_rope_head_dim, config.compress_rope_theta)  # noqa: E731
-    patch.setattr(compressor, "yarn_table", plain)
     patch.setattr(v41, "yarn_table", plain)
 
 
@@ -252,13 +258,13 @@ def open_group_forgotten(patch: Patch) -> None:
 
         return changed
 
-    wrap(patch, compressor.Compressor, "latents", forgetful)
+    wrap(patch, Compressor, "latents", forgetful)
 
 
 @mistake
 def index_key_from_rotated_latent(patch: Patch) -> None:
     wrap(
-        patch, compressor.Compressor, "index_keys",
+        patch, Compressor, "index_keys",
         lambda real: lambda self, latent, rope: real(self, ops.apply_rope(latent, *rope), rope),
     )  # fmt: skip
 
@@ -375,7 +381,7 @@ def image_bias_ignored(patch: Patch) -> None:
 @mistake
 def bias_in_the_routing_weight(patch: Patch) -> None:
     def biased(x, weight, bias, *, num_chosen, scaling, temperature=1.0):
-        scores = torch.nn.functional.softplus(x.double() @ weight.T).sqrt() + bias
+        scores = torch.nn.functional.softplus(x.double() @ weight.double().T).sqrt() + bias
         chosen = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :num_chosen]
         picked = scores.gather(1, chosen)
         return chosen, (picked / picked.sum(1, keepdim=True) * scaling).float()
@@ -393,25 +399,35 @@ def gate_temperature(patch: Patch) -> None:
     change_route(patch, temperature=0.9)
 
 
+def take_experts_apart(patch: Patch) -> None:
+    """Run the experts step by step, so that a step can be changed."""
+    patch.setattr(ops, "routed_experts", reference.routed_experts)
+    patch.setattr(ops, "shared_expert", reference.shared_expert)
+
+
 @mistake
 def route_weight_after_w2(patch: Patch) -> None:
     def after(gate, up, w2, limit, route_weight):
-        output = ops.quantized_linear(ops.expert_activation(gate, up, limit, None), w2)
+        activated = reference.expert_activation(gate, up, limit, None)
+        output = reference.quantized_linear(activated, w2)
         return output if route_weight is None else (output.float() * route_weight[:, None]).bfloat16()
 
-    patch.setattr(moe, "_down", after)
+    take_experts_apart(patch)
+    patch.setattr(reference, "_down", after)
 
 
 @mistake
 def swiglu_limit_ignored(patch: Patch) -> None:
-    wrap(patch, ops, "expert_activation", lambda real: lambda g, u, limit, w: real(g, u, 1e9, w))
+    for name in ("routed_experts", "shared_expert"):
+        wrap(patch, ops, name, lambda real: lambda *args, **kw: real(*args, **{**kw, "limit": 1e9}))
 
 
 @mistake
 def gate_clamped_below_too(patch: Patch) -> None:
+    take_experts_apart(patch)
     wrap(
         patch,
-        ops,
+        reference,
         "expert_activation",
         lambda real: lambda g, u, limit, w: real(g.clamp_min(-1.0), u, limit, w),
     )
@@ -438,12 +454,12 @@ def hc_pre_not_delayed(patch: Patch) -> None:
 
         return changed
 
-    wrap(patch, ops, "hc_split", split)
+    wrap(patch, ops, "hc_weights", split)
     wrap(
         patch,
         ops,
-        "hc_collapse",
-        lambda real: lambda stream, pre: real(stream, latest[-1] if latest else pre),
+        "hc_collapse_norm",
+        lambda real: lambda stream, pre, norm, eps: real(stream, latest[-1] if latest else pre, norm, eps),
     )
 
 
@@ -456,13 +472,13 @@ def hc_comb_transposed(patch: Patch) -> None:
 
 @mistake
 def one_sinkhorn_iteration(patch: Patch) -> None:
-    wrap(patch, ops, "hc_split", lambda real: lambda *args, **kw: real(*args, **{**kw, "iterations": 1}))
+    wrap(patch, ops, "hc_weights", lambda real: lambda *args, **kw: real(*args, **{**kw, "iterations": 1}))
 
 
 @mistake
 def norm_eps_that_matters(patch: Patch) -> None:
     """1e-6 for 1e-20 would be invisible on ordinary rows, in the reference too."""
-    wrap(patch, ops, "rms_norm", lambda real: lambda x, w, eps: real(x, w, 1e-2))
+    wrap(patch, ops, "hc_collapse_norm", lambda real: lambda x, pre, norm, eps: real(x, pre, norm, 1e-2))
 
 
 # --- Engram ----------------------------------------------------------------------------------------------------------
@@ -520,11 +536,14 @@ def scale_rows_reversed(patch: Patch) -> None:
 
 @mistake
 def fp4_nibbles_swapped(patch: Patch) -> None:
+    def swapped(codes: Tensor, scales: Tensor) -> ops.Fp4Matrix:
+        return ops.Fp4Matrix((codes >> 4) | (codes << 4), scales)
+
     wrap(
         patch,
-        ops,
-        "dequantize_fp4_weight",
-        lambda real: lambda p, s, block=32: real((p >> 4) | (p << 4), s, block),
+        ShardReader,
+        "fp4",
+        lambda real: lambda self, p: swapped(real(self, p).codes, real(self, p).scales),
     )
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +27,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from deskfleet.endpoint import RankHealth
 from deskfleet.engine import messages
 from deskfleet.engine.client import EngineClient, EngineOptions, LoadProgress
 from deskfleet.engine.llm import LLM
@@ -416,21 +418,91 @@ async def test_starting_and_stopping_leaks_nothing(run_directories: Path) -> Non
     assert counts[-1] == counts[0], f"descriptors, threads and tasks after each launch: {counts}"
 
 
-async def test_a_frozen_rank_falls_silent_while_the_others_report() -> None:
-    """What no exit code shows: the process is there, its connection is open, and nothing comes of it."""
+# --- heartbeats
+
+
+async def rank_when(engine: EngineClient, rank: int, wanted: Callable[[RankHealth], bool]) -> RankHealth:
+    """What is known of `rank` as soon as it is as wanted."""
+    async with asyncio.timeout(20):
+        while not wanted(health := (await engine.health()).ranks[rank]):
+            await asyncio.sleep(0.02)
+    return health
+
+
+async def test_a_heartbeat_says_where_the_main_thread_is() -> None:
+    prompt = random_ids(600, seed=2)
+    async with EngineClient(checkpoint(), replace(TWO_RANKS, max_num_batched_tokens=300)) as engine:
+        engine.planned_bytes = {1: 12345}
+        fresh = (await engine.health()).ranks
+        running = asyncio.create_task(tokens_of(engine, request(prompt, greedy(400))))
+        prefilling = await rank_when(engine, 0, lambda rank: rank.state == "prefill")
+        decoding = await rank_when(engine, 1, lambda rank: rank.state == "decode")
+        running.cancel()
+        idle = await rank_when(engine, 1, lambda rank: rank.state == "idle" and rank.num_steps > 2)
+        rank_0 = (await engine.health()).ranks[0]
+    ended = (await engine.health()).ranks
+    assert [(rank.rank, rank.state, rank.num_steps) for rank in fresh] == [(0, "idle", 0), (1, "idle", 0)]
+    assert [rank.last_step_age_s for rank in fresh] == [None, None]
+    assert (prefilling.num_tokens, decoding.num_tokens, idle.num_tokens) == (300, 1, 0)
+    assert decoding.num_moves > decoding.num_steps * len(checkpoint().config.layers), "layers count as moves"
+    assert abs(rank_0.num_steps - idle.num_steps) <= 1, "every rank runs every pass"
+    assert idle.last_step_age_s is not None
+    assert idle.heartbeat_age_s is not None
+    assert 0 <= idle.heartbeat_age_s < 2.5
+    resident = idle.memory_bytes or 0
+    assert 100e6 < resident < 4e9, f"{resident} bytes is not what a process with torch holds"
+    assert (idle.planned_bytes, rank_0.planned_bytes) == (12345, None)
+    assert [rank.state for rank in ended] == ["ended", "ended"]
+
+
+async def test_a_frozen_rank_falls_silent_and_its_peer_reports_standing_still() -> None:
+    """What no exit code shows: both processes are there and connected, one does nothing, one waits for it."""
     async with EngineClient(checkpoint(), TWO_RANKS) as engine:
-        before = {pulse.rank: pulse.num_passes for pulse in engine.pulses}
-        await tokens_of(engine, request(PROMPT, greedy(4)))
-        await asyncio.sleep(1.5)
-        assert all(pulse.num_passes >= before[pulse.rank] + 4 for pulse in engine.pulses)
+        running = asyncio.create_task(tokens_of(engine, request(PROMPT, greedy(300))))
+        await rank_when(engine, 0, lambda rank: rank.num_steps > 5)
         frozen = psutil.Process(engine.ranks[1].pid)
         frozen.suspend()
         try:
-            await asyncio.sleep(3.0)
-            silent_s = {pulse.rank: pulse.silent_s for pulse in engine.pulses}
+            await asyncio.sleep(1.5)  # one heartbeat of rank 0 from after the freeze
+            first = (await engine.health()).ranks
+            await asyncio.sleep(2.5)
+            second = (await engine.health()).ranks
         finally:
             frozen.resume()
-        assert silent_s[1] is not None
-        assert silent_s[0] is not None
-        assert silent_s[1] > 2.0 > silent_s[0]
-        assert len(await tokens_of(engine, request(PROMPT, greedy(4)))) == 4
+        assert second[1].heartbeat_age_s is not None
+        assert second[0].heartbeat_age_s is not None
+        assert second[1].heartbeat_age_s > 3.0 > 2.0 > second[0].heartbeat_age_s
+        assert second[0].num_moves == first[0].num_moves
+        assert second[0].state == "decode", "a main thread that waits in a collective is not idle"
+        assert len(await running) == 300, "what was frozen goes on"
+
+
+async def test_a_group_given_up_tells_everyone_why(run_directories: Path) -> None:
+    async with EngineClient(checkpoint(), TWO_RANKS) as engine:
+        task = asyncio.create_task(chunks_of(engine, request(PROMPT, greedy(900))))
+        await stats_when(engine, lambda stats: stats.num_generated_tokens > 2)
+        frozen = psutil.Process(engine.ranks[1].pid)
+        frozen.suspend()
+        await asyncio.wait_for(engine.abandon("rank 1 was silent for 120 s"), 5)
+        assert str(await ends_with(task, EngineError)) == "rank 1 was silent for 120 s"
+        assert (await engine.wait_failed()).message == "rank 1 was silent for 120 s"
+        assert processes_in(run_directories) == [], (
+            "a stopped process takes a signal that cannot be held back"
+        )
+        await engine.abandon("something else")
+        assert engine.failure == "rank 1 was silent for 120 s"
+
+
+async def test_heartbeats_of_an_idle_rank_cost_less_than_a_hundredth_of_a_core() -> None:
+    async with EngineClient(checkpoint(), TWO_RANKS) as engine:
+        await tokens_of(engine, request(PROMPT, greedy(2)))
+        ranks = [psutil.Process(rank.pid) for rank in engine.ranks]
+        await asyncio.sleep(0.5)
+
+        def spent_s() -> list[float]:
+            return [sum(process.cpu_times()[:2]) for process in ranks]
+
+        before = spent_s()
+        await asyncio.sleep(4.0)
+        used = [round(late - early, 3) for late, early in zip(spent_s(), before, strict=True)]
+    assert all(seconds <= 0.04 for seconds in used), f"seconds of CPU in 4 s of nothing to do: {used}"

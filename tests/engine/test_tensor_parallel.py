@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deskfleet.endpoint import SamplingParams
-from deskfleet.engine import weights
+from deskfleet.engine import ops, weights
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.llm import LLM
 from deskfleet.engine.messages import AddRequest
@@ -106,11 +106,21 @@ def test_three_ranks_need_padding() -> None:
         assert plan.shard(name, 2).num_padding > 0
 
 
+@pytest.mark.parametrize("operators", ["native", "reference"])
 @pytest.mark.parametrize("tp_size", [3, 5])
-def test_poisoned_padding_reaches_nothing(tp_size: int, clean: tuple[bytes, list[int]]) -> None:
-    """No tensor, no operator's result and nothing sent holds a NaN on any rank; of five, one is all padding."""
-    group = group_of(tp_size, poisoned)
-    logits, tokens = drive(group)
+def test_poisoned_padding_reaches_nothing(
+    tp_size: int, operators: ops.Choice, clean: tuple[bytes, list[int]]
+) -> None:
+    """No tensor, no operator's result and nothing sent holds a NaN on any rank; of five, one is all padding.
+
+    The watch sees what torch computes: with the reference operators, every step.
+    """
+    ops.select(operators)
+    try:
+        group = group_of(tp_size, poisoned)
+        logits, tokens = drive(group)
+    finally:
+        ops.select()
     assert group.not_finite == []
     assert (logits, tokens) == clean
 

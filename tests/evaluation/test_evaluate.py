@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from deskfleet.client import ServerGone
 from deskfleet.endpoint import EngineStats, GenerateRequest
 from deskfleet.errors import ConfigError, EngineError, RequestError
-from deskfleet.evaluation.client import ServerGone
 from deskfleet.evaluation.questions import TASKS, Question, questions
 from deskfleet.evaluation.report import Report, rank_correlation
 from deskfleet.evaluation.run import Batch, EvalSettings, evaluate

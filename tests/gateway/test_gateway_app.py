@@ -54,7 +54,8 @@ async def test_health_follows_the_engine() -> None:
     engine = ScriptedEngine(says("ok"))
     async with requesting(engine) as (session, url):
         async with session.get(f"{url}/health") as response:
-            assert (response.status, await response.json()) == (200, {"status": "ok", "model": MODEL})
+            body = await response.json()
+            assert (response.status, body) == (200, {"status": "ready", "model": MODEL, "reason": None})
         engine.fail("rank 1 was killed by signal 9; the group was stopped")
         async with session.get(f"{url}/health") as response:
             assert response.status == 503
@@ -84,11 +85,10 @@ async def test_metrics_count_what_happened() -> None:
         engine.fail("gone")
         dead = await client._client.get(f"{url}metrics")
     for line in (
-        'deskfleet_requests_total{outcome="ok"} 2.0',
-        'deskfleet_requests_total{outcome="refused"} 1.0',
-        "deskfleet_cancelled_requests_total 0.0",
-        f"deskfleet_prompt_tokens_total {float(prompt_tokens)}",
-        f"deskfleet_generated_tokens_total {2.0 * len(script.token_ids)}",
+        'deskfleet_requests_total{outcome="ok",protocol="chat"} 2.0',
+        'deskfleet_requests_total{outcome="refused",protocol="chat"} 1.0',
+        f'vllm:prompt_tokens_total{{engine="0",model_name="{MODEL}"}} {float(prompt_tokens)}',
+        f'vllm:generation_tokens_total{{engine="0",model_name="{MODEL}"}} {2.0 * len(script.token_ids)}',
         "deskfleet_running_requests 0.0",
         "deskfleet_engine_up 1.0",
         "deskfleet_engine_finished_total 2.0",

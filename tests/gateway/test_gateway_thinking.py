@@ -25,7 +25,7 @@ from chat_scripts import (
 from deepseek_recipe import ChatCompletionRequest, ConversionOptions, ModelVersion
 
 from deskfleet.gateway.chat_format import ChatFormat
-from deskfleet.gateway.fields import EFFORT_TIERS
+from deskfleet.gateway.thinking import EFFORT_TIERS
 from deskfleet.testing.scripted import Script, every_chunking
 
 REASONED = "Two and two.\n\nHm, €.</think>It is four."

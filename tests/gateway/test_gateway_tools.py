@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chat_scripts import (
     CHAT,
+    EOS,
     HELLO,
     THINK,
     TOOLS,
@@ -16,6 +17,7 @@ from chat_scripts import (
     call_markup,
     chatting,
     finish_reasons,
+    ids,
     joined,
     says,
     text_of,
@@ -147,3 +149,42 @@ async def test_control_tokens_inside_a_call_do_not_break_it() -> None:
         answer = await ask(client, tools=TOOLS, messages=HELLO)
     call = answer.choices[0].message.tool_calls[0].function
     assert json.loads(call.arguments) == {"city": 'Köln "Süd"'}
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (5,), (100,)])
+async def test_log_probabilities_stay_with_the_text_beside_calls(sizes: tuple[int, ...]) -> None:
+    """Text that may be the beginning of a tag is held back, and comes with its log probabilities all the same."""
+    text = "if a < b </x> € <"
+    async with chatting(says(f"{text} is it.{WEATHER}", chunk_sizes=sizes)) as (client, _):
+        answer = await ask(client, tools=TOOLS, logprobs=True)
+        chunks = await ask_streaming(client, tools=TOOLS, logprobs=True)
+    entries = answer.choices[0].logprobs.content
+    told = b"".join(bytes(entry.bytes) for entry in entries).decode()
+    assert told.startswith(f"{text} is it.")
+    assert "DSML" not in told
+    streamed = [
+        e for c in chunks for e in (c.choices[0].logprobs.content if c.choices[0].logprobs else None) or []
+    ]
+    assert [entry.logprob for entry in streamed] == [entry.logprob for entry in entries]
+    assert answer.choices[0].message.content == f"{text} is it."
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.usage.completion_tokens == len(ids(f"{text} is it.{WEATHER}{EOS}"))
+
+
+async def test_one_call_at_a_time() -> None:
+    async with chatting(says(TWO_CALLS)) as (client, engine):
+        answer = await ask(client, tools=TOOLS, parallel_tool_calls=False)
+        chunks = await ask_streaming(client, tools=TOOLS, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    assert streamed_calls(chunks) == EXPECTED[TWO_CALLS][:1]
+    assert finish_reasons(chunks) == [answer.choices[0].finish_reason] == ["tool_calls"]
+    assert engine.num_cancelled == 2, "the second call is not waited for"
+
+
+async def test_an_answer_that_the_model_ends_within_a_call_says_so() -> None:
+    async with chatting(says(WEATHER.removesuffix("</｜DSML｜ invoke>\n</｜DSML｜ calls>"))) as (client, _):
+        answer = await ask(client, tools=TOOLS)
+        chunks = await ask_streaming(client, tools=TOOLS)
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("length", "unfinished_call")
+    assert chunks[-1].choices[0].stop_reason == "unfinished_call"
+    assert finish_reasons(chunks) == ["length"]

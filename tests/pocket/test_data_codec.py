@@ -13,7 +13,7 @@ from deepseek_recipe import ChatCompletionRequest, ConversionOptions, ModelVersi
 
 from deskfleet.endpoint import FinishReason, TokenChunk
 from deskfleet.gateway.chat_format import ChatFormat
-from deskfleet.gateway.protocol import ChatProtocol
+from deskfleet.gateway.protocols.chat import ChatProtocol
 from deskfleet.gateway.settings import GatewaySettings
 from pocket import tokenizer as spelling
 from pocket.data.evaluate import EVAL_TASKS, chat_request, judge

@@ -15,7 +15,7 @@ from PIL import Image
 
 from deskfleet.engine.images import prepare_image
 from pocket.batch import ImagePlacement
-from pocket.data import arithmetic, code, facts, json_objects, needle, primality, tools, vision
+from pocket.data import arithmetic, code, drill, facts, json_objects, needle, primality, quote, tools, vision
 from pocket.data.evaluate import EVAL_TASKS, eval_set, fact_set, launch_set, needle_grid, prompt_set
 from pocket.data.example import Example, PlainText, draw, num_checks, split_of
 from pocket.data.render import Renderer, place_image
@@ -264,6 +264,55 @@ def test_arithmetic_without_thinking_stays_small() -> None:
     for example in examples("arithmetic", 400):
         left, sign, right = example.key.split()
         if example.effort is None:
-            assert max(int(left), int(right)) <= 999
+            assert max(int(left), int(right)) <= (100 if example.always_train else 99)
             assert sign != "*" or min(int(left), int(right)) <= 12
     assert arithmetic.example(7, "*", 8, "{sum}", None).messages[-1].content == "7 * 8 = 56"
+
+
+def test_a_drill_holds_exchanges_that_their_tasks_train_on_and_no_other() -> None:
+    rng, sums, held_out = Random(11), 0, {example.key for example in eval_set("arithmetic", 400)}
+    for _ in range(150):
+        example = drill.generate(rng)
+        assert example.effort is None
+        assert 3 <= len(example.messages) / 2 <= 14
+        for asked, said in zip(example.messages[::2], example.messages[1::2], strict=True):
+            assert (asked.role, said.role, said.reasoning) == ("user", "assistant", None)
+            if found := re.fullmatch(r"(\d+ [-+*] \d+) = (-?\d+)", said.content):
+                sums += 1
+                assert found[1] in asked.content
+                assert eval(found[1]) == int(found[2])  # digits and a sign only
+                assert found[1] not in held_out
+    assert sums > 200
+    with pytest.raises(ValueError, match="no eval example"):
+        draw(drill.generate, rng, "eval", attempts=20)
+
+
+def test_quoted_words_are_those_of_the_prompt() -> None:
+    rng, names = Random(12), {fact.name for fact in facts.facts("book")}
+    seen_names, forms = 0, set()
+    for _ in range(300):
+        example = quote.generate(rng)
+        asked, said = (message.content for message in example.messages)
+        words = re.findall(r"[A-Za-z]+", said)
+        assert all(re.search(rf"\b{word}\b", asked) for word in words if word != "and")
+        forms.add(said[0] if said[0] in "[{" else "_" in said)
+        seen_names += any(word in names for word in words)
+        if said[0] in "[{":
+            json.loads(said)
+    assert forms == {"[", "{", True, False}
+    assert seen_names > 30  # of the book, but never what is true of them
+
+
+def test_a_drill_about_a_picture_is_right_and_held_out_like_its_picture() -> None:
+    rng = Random(13)
+    for _ in range(60):
+        example = vision.generate_drill(rng)
+        pixels = example.messages[0].images[0]
+        assert [bool(message.images) for message in example.messages[2::2]] == [False] * (
+            len(example.messages) // 2 - 1
+        )
+        present = set(map(tuple, pixels.reshape(-1, 3)))
+        for said in example.messages[1::2]:
+            named = [colour for colour in vision.PALETTE if f" {colour} " in f" {said.content[:-1]} "]
+            assert all(vision.PALETTE[colour] in present for colour in named)
+    assert {split_of(vision.generate_drill(rng)) for _ in range(60)} == {"train", "eval"}

@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from deskfleet.model.checkpoint import Checkpoint
+from pocket.export import main as export_main
+from pocket.export import write_parts
+from pocket.load import parameters_of
 from pocket.model.draft import make_model
 from pocket.optimiser import Optimiser, is_muon, orthogonalise, pace, steer_router
-from pocket.stages import PLANS, Phase
-from pocket.state import MAX_FILE_BYTES, Progress, State, load_compact, load_newest, save_compact, save_whole
-from pocket.train import Options, Trainer, smoke_options, train
+from pocket.stages import PLANS, Phase, timed
+from pocket.state import (
+    MAX_FILE_BYTES,
+    STAGES,
+    Progress,
+    State,
+    load_compact,
+    load_newest,
+    save_compact,
+    save_whole,
+)
+from pocket.train import Options, Trainer, main, smoke_options, train
 from tests.pocket.fixtures_model import config, token_map
 
 
@@ -104,7 +117,7 @@ def test_compact_state_loses_little_and_fits_small_files(tmp_path: Path) -> None
     backbone, drafter = make_model(config(), token_map(), 3)
     parameters = backbone.state_dict() | drafter.state_dict()
     parameters |= {f"filler.{n}.experts.w1.weight": torch.randn(4, 512, 1024) for n in range(10)}
-    state = State(Progress("long", 7, 99), {"a": [1]}, parameters)
+    state = State(Progress("draft", 7, 99, 1.5, 0.25), {"a": [1]}, parameters)
     total = save_compact(state, tmp_path)
     files = list(tmp_path.glob("weights-*.safetensors"))
     assert len(files) > 1
@@ -137,10 +150,81 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
 
 def test_learning_rate_rises_stays_falls_and_rises_after_a_fresh_resume() -> None:
     stage = PLANS["base"]
-    at = [stage.rate_at(int(stage.tokens * share), 1000, fresh=False) for share in (0, 0.005, 0.3, 0.8, 1.0)]
+    at = [stage.rate_at(share, 1000, fresh=False) for share in (0, 0.005, 0.3, 0.8, 1.0)]
     assert at[0] == 0
     assert 0 < at[1] < at[2] == stage.rate > at[3] > at[4] == pytest.approx(stage.rate * stage.final)
-    assert stage.rate_at(stage.tokens // 3, 0, fresh=True) < stage.rate / 10
+    assert stage.rate_at(1 / 3, 0, fresh=True) < stage.rate / 10
+
+
+def test_a_stage_lasts_for_its_tokens_or_for_its_minutes() -> None:
+    by_tokens = PLANS["long"]
+    assert by_tokens.share(by_tokens.tokens // 4, 1e9, 0) == pytest.approx(0.25)
+    stages = timed(20)
+    assert sum(stage.minutes or 0 for stage in stages) == pytest.approx(20)
+    assert [stage.name for stage in stages] == list(STAGES)
+    two = replace(by_tokens, minutes=2.0)
+    assert two.share(10**12, 30, 0) == 0.25
+    assert two.share(0, 30, 60) == 0.5  # what compilation took is no longer there for the rest
+    assert two.share(0, 0, 200) == 1
+
+
+def test_all_stages_in_one_command_and_again_after_an_interruption(tmp_path: Path) -> None:
+    """The first piece is too short, the second goes on and ends, the third has nothing left to do."""
+    arguments = ["--all", "--smoke", "--minutes", "0.2", "--out", str(tmp_path)]
+    main([*arguments, "--piece", "0.09"])
+    first = log_of(tmp_path)
+    assert [line["stage"] for line in first if line.get("event") == "begin"] == ["base"]
+    stopped_at = first[-1]["step"]
+    assert stopped_at
+    main([*arguments, "--piece", "1.0"])
+    second = log_of(tmp_path)[len(first) :]
+    begins = [(line["stage"], line["step"]) for line in second if line.get("event") == "begin"]
+    assert begins == [("base", stopped_at), ("long", 0), ("book", 0), ("draft", 0)]
+    assert [line["share"] for line in second if "share" in line][-1] == 1.0
+    assert second[-1]["stage"] == "draft"
+    export_main(tmp_path, tmp_path / "checkpoint")
+    assert Checkpoint.open(tmp_path / "checkpoint").config.num_hidden_layers == 8
+    assert all(line["lost_s"] + line["seconds_s"] < 30 for line in second if line.get("event") == "saved")
+    main([*arguments, "--piece", "1.0"])
+    assert not any("share" in line for line in log_of(tmp_path)[len(first) + len(second) :])
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Where no more may travel than the checkpoint itself: it says how far it came, and loses what rounding loses."""
+    given = options(tmp_path / "first", tokens=512)
+    train(given)
+    export_main(tmp_path / "first", tmp_path / "checkpoint")
+    again = Trainer(
+        replace(given, out=tmp_path / "second", scratch=tmp_path / "none", resume=(tmp_path / "checkpoint",))
+    )
+    assert again.progress.step == 1
+    assert again.fresh
+    kept = parameters_of(Checkpoint.open(tmp_path / "checkpoint"))
+    state = again.state(whole=False)
+    assert set(state.parameters) == set(kept)
+    for name, value in kept.items():
+        assert torch.equal(value, state.parameters[name]), name
+    write_parts(state, tmp_path / "parts")
+    export_main(tmp_path / "parts", tmp_path / "twice")
+    # A group may take a smaller scale the second time; its values are the same.
+    for name, value in parameters_of(Checkpoint.open(tmp_path / "twice")).items():
+        assert torch.equal(value, kept[name]), name
+    part = tmp_path / "parts" / "checkpoint.tar.0"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(SystemExit, match="not all there"):
+        export_main(tmp_path / "parts", tmp_path / "thrice")
+
+
+def test_a_drafter_that_was_not_trained_does_not_travel(tmp_path: Path) -> None:
+    given = options(tmp_path, tokens=512)
+    before = train(given)
+    compact = load_compact(tmp_path)
+    assert compact is not None
+    assert not any(name.startswith("mtp.") for name in compact.parameters)
+    (tmp_path / "scratch" / "whole.pt").unlink()
+    after = Trainer(given)
+    for name, value in before.drafter.state_dict().items():
+        assert torch.equal(value, after.drafter.state_dict()[name]), name
 
 
 def test_every_parameter_has_one_rule() -> None:

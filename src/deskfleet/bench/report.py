@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deskfleet.bench.gateway.page import render_gateway
+from deskfleet.bench.gateway.record import GatewayResult, is_gateway_result
+from deskfleet.bench.load.record import LoadResult, is_load_result
+from deskfleet.bench.load.tables import footnotes, markdown_rows
 from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.result import Result, Spread
 from deskfleet.bench.serving import PREFIX, WaysResult, is_ways_result
@@ -16,11 +20,36 @@ def render_report(paths: Sequence[Path]) -> str:
     if not paths:
         return "Nothing has been measured yet.\n"
     ordered = sorted(paths, key=lambda path: path.name, reverse=True)
+    return "\n".join(map(_render, ordered))
+
+
+def _render(path: Path) -> str:
+    if is_gateway_result(path):
+        return render_gateway(path.name, GatewayResult.read(path))
+    if is_load_result(path):
+        return render_load(path.name, LoadResult.read(path))
+    if is_ways_result(path):
+        return render_ways(path.name, WaysResult.read(path))
+    return render_result(path.name, Result.read(path))
+
+
+def render_load(file_name: str, result: LoadResult) -> str:
+    """Return the section of one endpoint: circumstances and conditions, rates, times, and every caveat."""
+    conditions = "; ".join(
+        f"{name} {value}" for name, value in result.conditions.items() if value is not None
+    )
     return "\n".join(
-        render_ways(path.name, WaysResult.read(path))
-        if is_ways_result(path)
-        else render_result(path.name, Result.read(path))
-        for path in ordered
+        [
+            f"## {file_name.removesuffix('.json')}",
+            "",
+            f"{_circumstances_of(result.provenance)}. Conditions: {conditions}. Median of "
+            f"{result.settings.get('rounds')} rounds, least and greatest in brackets. Tokens are the server's usage, "
+            f"checked against its own counters. Raw samples: `bench/results/{file_name}`.",
+            "",
+            *markdown_rows(result),
+            *(f"* {line}" for line in footnotes(result)),
+            "",
+        ]
     )
 
 
@@ -112,15 +141,21 @@ def _circumstances(file_name: str, result: Result) -> str:
 
 def _place(from_: Provenance, settings: Mapping[str, object]) -> str:
     """Where, when and on what a suite was run, and how its numbers are summed up."""
+    return (
+        f"{_circumstances_of(from_)}. Checkpoint `{settings.get('checkpoint')}`: "
+        f"{settings.get('num_layers')} layers of width {settings.get('hidden_size')}. Median of "
+        f"{settings.get('rounds')} interleaved rounds, least and greatest in brackets"
+    )
+
+
+def _circumstances_of(from_: Provenance) -> str:
     commit = "outside a checkout" if from_.commit is None else f"commit `{from_.commit[:12]}`"
     dirty = " with uncommitted changes" if from_.is_dirty else ""
     load = ", ".join(f"{value:.2f}" for value in from_.load_average)
     return (
         f"`{from_.command}` on {from_.date[:10]}, {commit}{dirty}. {from_.cpu}, {from_.num_cores} cores, "
         f"{format_bytes(from_.memory_bytes)} of memory, load average {load} at the start; Python {from_.python}, "
-        f"torch {from_.packages.get('torch', 'absent')}. Checkpoint `{settings.get('checkpoint')}`: "
-        f"{settings.get('num_layers')} layers of width {settings.get('hidden_size')}. Median of "
-        f"{settings.get('rounds')} interleaved rounds, least and greatest in brackets"
+        f"torch {from_.packages.get('torch', 'absent')}"
     )
 
 
@@ -132,4 +167,4 @@ def _cell(spread: Spread, digits: int = 1) -> str:
     return f"{spread.median:.{digits}f} [{spread.least:.{digits}f}-{spread.greatest:.{digits}f}]"
 
 
-__all__ = ["render_report", "render_result", "render_ways", "ways_head", "ways_rows"]
+__all__ = ["render_load", "render_report", "render_result", "render_ways", "ways_head", "ways_rows"]

@@ -25,6 +25,8 @@ from deskfleet.errors import ConfigError, DeskfleetError
 
 VERBS = {
     "serve": "Serve a checkpoint on an OpenAI-compatible endpoint.",
+    "keys": "Make, list and revoke the keys of a server.",
+    "gateway": "Serve what vLLM or SGLang servers run already.",
     "chat": "Talk to a checkpoint or to a running server.",
     "inspect": "Say what a checkpoint or a pack holds, and what is wrong.",
     "plan": "Say what fits on which machines, before anything starts.",
@@ -34,7 +36,12 @@ VERBS = {
     "make-tiny": "Make a small random checkpoint in the published format.",
     "demo": "Serve a small checkpoint, ask one question, and stay up.",
     "eval": "Ask questions with known answers, and say how many are right.",
+    "smoke": "May traffic open? Ask the launch gates: known answers, in seconds.",
+    "verify": "Is this set-up good? Ask the acceptance gates: minutes to hours.",
     "bench": "Measure, and keep the numbers with their provenance.",
+    "profile": "Say where the time of a step went, rank by rank.",
+    "diagnose": "Say why a server is garbled, slow, hanging or out of memory.",
+    "facts": "Say what an engine was asked for and what it granted, rank by rank.",
 }
 """Each verb and its line in `deskfleet --help`, the first line of its own help."""
 

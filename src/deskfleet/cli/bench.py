@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from deskfleet import env
 from deskfleet.bench.engine import DecodeSuite, measure_decode
-from deskfleet.bench.engram import ReaderResult, measure_reader
+from deskfleet.bench.engram import measure_reader
 from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.report import ways_head, ways_rows
-from deskfleet.bench.result import Result, Sample, Spread, result_path
+from deskfleet.bench.result import Result, Sample, Spread
 from deskfleet.bench.serving import (
     PrefixSuite,
     SpeculationSuite,
@@ -24,8 +25,10 @@ from deskfleet.bench.serving import (
     measure_prefix,
     measure_speculation,
 )
+from deskfleet.cli import bench_compare, bench_cross_check, bench_gateway, bench_serve
+from deskfleet.cli.bench_output import keep, print_rows
 from deskfleet.cli.flags import CheckpointArgument, Json, ThreadsPerRank, default_of
-from deskfleet.cli.terminal import data_console, parse_counts, print_json, say
+from deskfleet.cli.terminal import parse_counts, print_json, say
 from deskfleet.errors import ConfigError
 
 
@@ -49,6 +52,10 @@ def register(app: typer.Typer) -> None:
     """Add the verb, with its suites, to `app`."""
     suites = typer.Typer(rich_markup_mode=None)
     suites.callback()(bench)
+    suites.command("serve")(bench_serve.serve)
+    suites.command("gateway")(bench_gateway.gateway)
+    suites.command("cross-check")(bench_cross_check.cross_check)
+    bench_compare.register(suites)
     suites.command("engine")(engine)
     suites.command("prefix")(prefix)
     suites.command("speculation")(speculation)
@@ -78,14 +85,25 @@ def engine(
     prompt_tokens: PromptTokens = _SUITE["num_prompt_tokens"],
     rounds: Rounds = _SUITE["rounds"],
     threads_per_rank: ThreadsPerRank = _SUITE["threads_per_rank"],
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="DIR", help="Every rank leaves a trace of some steps there. One --tp only."
+        ),
+    ] = None,
     out: Out = None,
     out_dir: OutDir = None,
     as_json: Json = False,
 ) -> None:
     """Decode speed of the engine, by ranks and batch.
 
-    Engines of all sizes run side by side and take turns, so that the ratios hold on a busy machine too.
+    Engines of all sizes run side by side and take turns, so that the ratios hold on a busy machine too. Recording a
+    trace slows the steps it records, and those are part of the numbers: look at the trace, not at them.
     """
+    if trace is not None:
+        if len(parse_counts(tp, "--tp")) > 1:
+            raise ConfigError(f"--trace with --tp {tp}: every engine's rank 0 would write the same file")
+        os.environ[env.TRACE_DIR.name] = str(trace.resolve())
     suite = DecodeSuite(
         checkpoint=checkpoint,
         tp_sizes=parse_counts(tp, "--tp"),
@@ -97,7 +115,7 @@ def engine(
     )
     command = shlex.join(["deskfleet", *sys.argv[1:]])
     result = asyncio.run(measure_decode(suite, Provenance.capture(command), on_sample=_say_sample))
-    _keep(result, out, out_dir)
+    keep(result, out, out_dir)
     if as_json:
         import msgspec
 
@@ -195,7 +213,7 @@ def engram(
     settings = Settings.of(quick=quick, directory=directory, size_gib=size, pack_dir=pack)
     command = shlex.join(["deskfleet", *sys.argv[1:]])
     result = measure_reader(settings, Provenance.capture(command), say=say)
-    _keep(result, out, out_dir)
+    keep(result, out, out_dir)
     if as_json:
         import msgspec
 
@@ -205,22 +223,14 @@ def engram(
             print(line)
 
 
-def _keep(result: Result | WaysResult | ReaderResult, out: Path | None, out_dir: Path | None) -> None:
-    if out_dir is not None:
-        out = result_path(out_dir, result.name, date.fromisoformat(result.provenance.date[:10]))
-    if out is not None:
-        result.write(out)
-        say(f"wrote {out}")
-
-
 def _show_ways(result: WaysResult, out: Path | None, out_dir: Path | None, *, as_json: bool) -> None:
-    _keep(result, out, out_dir)
+    keep(result, out, out_dir)
     if as_json:
         import msgspec
 
         print_json(msgspec.to_builtins(result))
     else:
-        _print_rows(ways_head(result), ways_rows(result))
+        print_rows(ways_head(result), ways_rows(result))
 
 
 def _say_way(sample: WaySample) -> None:
@@ -243,19 +253,7 @@ def _print_table(result: Result) -> None:
     for tp_size, batch in result.configurations():
         rates = result.aggregate(tp_size, batch), result.per_stream(tp_size, batch)
         rows.append([str(tp_size), str(batch), *map(_cell, rates)])
-    _print_rows(["TP", "batch", "tok/s aggregate", "tok/s per stream"], rows)
-
-
-def _print_rows(head: list[str], rows: list[list[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in head:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    data_console().print(table)
+    print_rows(["TP", "batch", "tok/s aggregate", "tok/s per stream"], rows)
 
 
 def _cell(spread: Spread) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import sys
 from contextlib import ExitStack, aclosing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,9 +15,10 @@ from deskfleet.cli.serve import serve_beside
 from deskfleet.cli.terminal import print_json, printable, report_error, say, talk_console
 from deskfleet.engine.client import EngineOptions
 from deskfleet.errors import ConfigError, RequestError
+from deskfleet.model.embedded import POCKET, locate
 
 if TYPE_CHECKING:
-    from deskfleet.bench.client import Answer, ChatClient
+    from deskfleet.client import Client, Reply
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +28,10 @@ def register(app: typer.Typer) -> None:
 
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|URL", help="A directory to serve, or a server's address.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|URL", help=f"A directory to serve, {POCKET}, or a server's address."
+        ),
     ] = f"http://{HOST}:{PORT}",
     once: Annotated[
         str | None, typer.Option("--once", metavar="QUESTION", help="Ask this, print the answer, end.")
@@ -72,7 +75,7 @@ def run(
                 engram_pack=engram_pack,
                 engram_second_source=engram_second_source,
             )
-            url = serve_beside(stack, Path(target), engine)
+            url = serve_beside(stack, locate(target), engine)
         runner = stack.enter_context(asyncio.Runner())
         conversation = _Conversation(runner, url, fields, as_json=as_json)
         stack.callback(conversation.close)
@@ -94,14 +97,14 @@ class _Conversation:
     """Turns with one server. A turn that fails is forgotten, as if it had not been asked."""
 
     def __init__(self, runner: asyncio.Runner, url: str, fields: dict[str, Any], *, as_json: bool) -> None:
-        from deskfleet.bench.client import ChatClient
+        from deskfleet.client import Client
 
         self._runner = runner
         self._fields = fields
         self._as_json = as_json
         self._messages: list[dict[str, str]] = []
         self._talk = talk_console()
-        self._client: ChatClient = runner.run(ChatClient(url).__aenter__())
+        self._client: Client = runner.run(Client(url).__aenter__())
         self._model = runner.run(self._client.model_id())
 
     def close(self) -> None:
@@ -148,13 +151,14 @@ class _Conversation:
         if self._as_json:
             print_json(_as_object(answer))
 
-    async def _stream(self, messages: list[dict[str, str]]) -> Answer:
-        from deskfleet.bench.client import Answer
+    async def _stream(self, messages: list[dict[str, str]]) -> Reply:
+        from deskfleet.client import Reply
 
         latest = None
-        async with aclosing(self._client.stream(self._model, messages, **self._fields)) as stream:
+        body = {"model": self._model, "messages": messages, **self._fields}
+        async with aclosing(self._client.stream(body)) as stream:
             async for piece in stream:
-                if isinstance(piece, Answer):
+                if isinstance(piece, Reply):
                     if not self._as_json:
                         self._end(latest)
                     return piece
@@ -194,7 +198,7 @@ def _read_line(*, interactive: bool) -> str | None:
         return None
 
 
-def _as_object(answer: Answer) -> dict[str, Any]:
+def _as_object(answer: Reply) -> dict[str, Any]:
     return {
         "content": answer.content,
         "reasoning_content": answer.reasoning,

@@ -10,16 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deskfleet.cli.flags import ENGINE, PORT, EngramPack, EngramSecondSource, Json, Port, TensorParallel
+from deskfleet.cli.flags import (
+    ENGINE,
+    PORT,
+    EngramPack,
+    EngramSecondSource,
+    Json,
+    Port,
+    Speculate,
+    TensorParallel,
+)
 from deskfleet.cli.serve import how_to_talk, ready_object
 from deskfleet.cli.terminal import print_json, printable, say
 from deskfleet.engine.client import EngineOptions
 from deskfleet.errors import DeskfleetError
 from deskfleet.gateway.settings import GatewaySettings
+from deskfleet.model.embedded import POCKET, embedded_name, locate
 
 if TYPE_CHECKING:
     from deskfleet.serve import Ready, ServeEvent, ServeOptions
     from deskfleet.testing.first_answer import FirstAnswer
+
+
+_SPECULATION = "5"
 
 
 def register(app: typer.Typer) -> None:
@@ -28,9 +41,12 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Checkpoint to serve; a tiny one is made there if absent.")
-    ] = Path("var/tiny"),
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help=f"{POCKET}, or a directory; a tiny one is made there if absent."
+        ),
+    ] = Path(POCKET),
     tp: TensorParallel = 2,
     port: Port = PORT,
     question: Annotated[
@@ -38,32 +54,47 @@ def run(
     ] = "What is the capital of Portugal?",
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 48,
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
+    speculate: Speculate = _SPECULATION,
     engram_pack: EngramPack = ENGINE.engram_pack,
     engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
     as_json: Json = False,
 ) -> None:
     """Serve a small checkpoint, ask one question, and stay up.
 
-    Two ranks on this machine's CPU, one question through the openai client. If the port is taken, a free one is
-    used instead. Ctrl-C stops it: exit code 0.
+    Two ranks on this machine's CPU, drafts ahead, one question through the openai client. If the port is taken, a
+    free one is used instead. Ctrl-C stops it: exit code 0.
     """
     from deskfleet.cli.loading import LoadReport
     from deskfleet.serve import ServeOptions, check_port, default_model_id
     from deskfleet.testing.tiny_once import ensure_tiny
 
-    if not directory.exists():
-        say(f"making a tiny checkpoint with random weights in {directory}")
-    ensure_tiny(directory)
+    directory = locate(checkpoint)
+    if embedded_name(directory) is None:
+        if not directory.exists():
+            say(f"making a tiny checkpoint with random weights in {directory}")
+        ensure_tiny(directory)
     settings = GatewaySettings(model_id=default_model_id(directory), checkpoint=directory, port=port)
     try:
         check_port(settings.host, settings.port)
     except DeskfleetError as error:
         say(f"{error.message}; using a free one instead")
         settings = dataclasses.replace(settings, port=0)
-    engine = EngineOptions(tp_size=tp, engram_pack=engram_pack, engram_second_source=engram_second_source)
+    engine = EngineOptions(
+        tp_size=tp,
+        speculation=speculate,
+        engram_pack=engram_pack,
+        engram_second_source=engram_second_source,
+    )
     options = ServeOptions(gateway=settings, engine=engine)
     with LoadReport(shows_memory=True) as report:
-        demo = _Demo(report.show, question, max_tokens=max_tokens, once=once, as_json=as_json)
+        demo = _Demo(
+            report.show,
+            question,
+            is_tiny=embedded_name(directory) is None,
+            max_tokens=max_tokens,
+            once=once,
+            as_json=as_json,
+        )
         asyncio.run(demo.run(options))
     say("stopped")
 
@@ -71,8 +102,11 @@ def run(
 class _Demo:
     """A server, and one question put to it as soon as it is ready."""
 
-    def __init__(self, show: Any, question: str, *, max_tokens: int, once: bool, as_json: bool) -> None:
+    def __init__(
+        self, show: Any, question: str, *, is_tiny: bool, max_tokens: int, once: bool, as_json: bool
+    ) -> None:
         self._show = show
+        self._is_tiny = is_tiny
         self._question = question
         self._max_tokens = max_tokens
         self._once = once
@@ -116,7 +150,8 @@ class _Demo:
         else:
             print(_in_words(self._question, answer), flush=True)
         say()
-        say("The weights that make-tiny writes are random: the words of such a checkpoint mean nothing.")
+        if self._is_tiny:
+            say("The weights that make-tiny writes are random: the words of such a checkpoint mean nothing.")
         if not self._once:
             say(f"{ready.endpoint.model_id} stays up at {ready.endpoint.url}/v1 until Ctrl-C. Talk to it:")
             say(how_to_talk(ready))

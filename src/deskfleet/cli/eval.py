@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +24,7 @@ from deskfleet.cli.terminal import data_console, parse_counts, print_json, print
 from deskfleet.engine.client import EngineOptions
 from deskfleet.errors import ConfigError
 from deskfleet.evaluation.run import EvalSettings
+from deskfleet.model.embedded import POCKET, locate
 
 if TYPE_CHECKING:
     from deskfleet.evaluation.report import Report
@@ -48,7 +48,10 @@ def register(app: typer.Typer) -> None:
 
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|URL", help="A directory to serve, or a server's address.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|URL", help=f"A directory to serve, {POCKET}, or a server's address."
+        ),
     ] = f"http://{HOST}:{PORT}",
     tasks: Annotated[
         str | None, typer.Option("--tasks", metavar="A,B,...", help="Ask these only. [default: all]")
@@ -104,7 +107,7 @@ def run(
     )
     with ExitStack() as stack:
         if not target.startswith(("http://", "https://")):
-            url = serve_beside(stack, Path(target), engine)
+            url = serve_beside(stack, locate(target), engine)
         elif engine != ENGINE:
             raise ConfigError(f"how the model is run is decided by the server at {target}")
         else:

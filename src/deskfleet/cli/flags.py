@@ -13,13 +13,15 @@ import typer
 
 from deskfleet.engine.client import EngineOptions
 from deskfleet.gateway.settings import GatewaySettings
+from deskfleet.model.embedded import POCKET, locate
 from deskfleet.model.limits import PrefixReplay
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Directory of the checkpoint.")
+    Path,
+    typer.Argument(metavar="CHECKPOINT", callback=locate, help=f"Directory of the checkpoint, or {POCKET}."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print results as JSON on stdout, one object a line.")]
 TensorParallel = Annotated[int, typer.Option("--tp", metavar="N", help="Ranks to split the model over.")]

@@ -13,6 +13,7 @@ from rich.table import Table
 from deskfleet.cli.flags import Json
 from deskfleet.cli.terminal import data_console, print_json, say
 from deskfleet.errors import CheckpointError, ConfigError, PackError, WrongPack
+from deskfleet.model.embedded import POCKET, locate
 from deskfleet.model.inspect import (
     Architecture,
     Inspection,
@@ -37,7 +38,12 @@ def register(app: typer.Typer) -> None:
 
 def run(
     directory: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT|PACK", help="Directory of a checkpoint, or of a pack.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT|PACK",
+            callback=locate,
+            help=f"Directory of a checkpoint or a pack, or {POCKET}.",
+        ),
     ],
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", min=1, help="Also show each of N ranks.")

@@ -1,7 +1,7 @@
 """`deskfleet plan`: what fits, why, and what to do about it, on one screen.
 
 A plan takes a second, so what only some ways of calling it need is imported there: rich, the reader of fleet files, the
-maker of the embedded checkpoint. The flag --json is its own, because `flags` brings the engine's client.
+maker of tiny checkpoints. The flag --json is its own, because `flags` brings the engine's client.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 from deskfleet.cli.terminal import print_json, say
 from deskfleet.errors import ConfigError, DoesNotFit
+from deskfleet.model.embedded import POCKET, locate
 from deskfleet.planner.calibration import BootFacts, calibrate, compare, read_calibration, read_facts
 from deskfleet.planner.cluster import Cluster, parse_nodes
 from deskfleet.planner.headers import inventory_of
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "v4.1-flash"
 DEFAULT_NODES = "4xspark"
 TINY = "tiny"
-"""The embedded checkpoint, which `make serve` makes."""
+"""The checkpoint that `make-tiny` makes."""
 
 LOCAL = "local"
 
@@ -48,7 +49,10 @@ def register(app: typer.Typer) -> None:
 def run(
     checkpoint: Annotated[
         Path | None,
-        typer.Argument(metavar="CHECKPOINT", help="Directory of a checkpoint; only headers are read."),
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help=f"Directory of a checkpoint, or {POCKET}; only headers are read.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -252,7 +256,7 @@ def _inventory(checkpoint: Path | None, model: str | None) -> Inventory:
     if checkpoint is not None and model is not None:
         raise ConfigError(f"both a checkpoint, {checkpoint}, and --model {model}", hint="give one of them")
     if checkpoint is not None:
-        return inventory_of(checkpoint)
+        return inventory_of(locate(checkpoint))
     if model == TINY:
         return v41_inventory(_tiny(), name=TINY, origin="the embedded checkpoint's configuration")
     return published_inventory(model or DEFAULT_MODEL)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +37,16 @@ from deskfleet.cli.flags import (
     TensorParallel,
     ThreadsPerRank,
     WindowTails,
+)
+from deskfleet.cli.serving import (
+    AccessLogFile,
+    KeysFile,
+    PoliciesFile,
+    TracesUrl,
+    observed,
+    open_policies,
+    stop_on_signals,
+    warn_if_open,
 )
 from deskfleet.cli.terminal import own_command, print_json, say
 from deskfleet.engine.client import EngineOptions
@@ -87,23 +96,31 @@ def run(
     decoder_replay: DecoderReplay = ENGINE.decoder_replay,
     engram_pack: EngramPack = ENGINE.engram_pack,
     engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
+    policies: PoliciesFile = None,
+    keys: KeysFile = None,
+    access_log: AccessLogFile = None,
+    traces: TracesUrl = None,
     as_json: Json = False,
 ) -> None:
     """Serve a checkpoint on an OpenAI-compatible endpoint.
 
     The port opens when every rank is ready and has answered; with --json, one object on stdout says so. Ctrl-C
-    or SIGTERM stops it: exit code 0. If a rank dies, everything stops: exit code 3.
+    or SIGTERM stops it once running requests have finished, a second one at once: exit code 0. If a rank dies,
+    everything stops: exit code 3.
     """
     from deskfleet.cli.loading import LoadReport
     from deskfleet.serve import Ready, ServeOptions, default_model_id
 
+    model_id = served_model_name or default_model_id(checkpoint)
     options = ServeOptions(
         gateway=GatewaySettings(
-            model_id=served_model_name or default_model_id(checkpoint),
+            model_id=model_id,
             checkpoint=checkpoint,
             host=host,
             port=port,
             default_thinking=thinking,
+            policies=open_policies(policies, keys, model_id=model_id),
+            observation=observed(access_log, traces),
         ),
         engine=EngineOptions(
             tp_size=tp,
@@ -128,6 +145,7 @@ def run(
         def on_event(event: ServeEvent) -> None:
             report.show(event)
             if isinstance(event, Ready):
+                warn_if_open(host, options.gateway.policies)
                 announce(event, as_json=as_json)
 
         asyncio.run(serve_until_signal(options, on_event))
@@ -138,11 +156,7 @@ async def serve_until_signal(options: ServeOptions, on_event: Callable[[ServeEve
     """Serve until SIGINT or SIGTERM, which is how a server is meant to be stopped."""
     from deskfleet.serve import serve
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await serve(options, on_event=on_event, until=stop)
+    await serve(options, on_event=on_event, until=stop_on_signals(options.gateway.policies))
 
 
 def serve_beside(stack: ExitStack, checkpoint: Path, engine: EngineOptions) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deskfleet.errors import ConfigError, DeskfleetError
+from deskfleet.gateway.redaction import KeyRedaction
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,6 +82,7 @@ def configure_log(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if level == "quiet":
         handler.addFilter(lambda record: record.levelno >= logging.ERROR and bool(record.exc_info))
+    handler.addFilter(KeyRedaction())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel("ERROR" if level == "quiet" else level.upper())

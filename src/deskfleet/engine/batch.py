@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from deskfleet.engine.cache import num_open_rows
 from deskfleet.engine.tables import NULL_BLOCK, BlockTables
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
+from deskfleet_engram import hashing, native_functions
 from deskfleet_engram.geometry import EngramGeometry
-from deskfleet_engram.hashing import hash_ids
+
+hash_ids = native_functions.hash_ids if native_functions.is_available() else hashing.hash_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class Batch:
     slots: np.ndarray  # int64 (T,)
     tables: BlockTables
     image_mask: Tensor  # bool (T,)
+    has_images: bool  # whether any is set
     window: WindowIndex
     compression: dict[int, CompressionIndex]
     num_visible: dict[int, Tensor]  # ratio -> int64 (T,): entries visible to each row
@@ -152,21 +156,27 @@ class BatchBuilder:
                     f"segment {segment.start}+{segment.num_tokens} exceeds the {self._tables.max_model_len} positions "
                     "of a slot"
                 )
-        engram_ids = np.concatenate([self._hash(segment) for segment in segments])
+        engram_ids = _joined([self._hash(segment) for segment in segments])
         batch = self._build(segments, engram_ids)
-        return replace(batch, image_embeddings=image_embeddings, tail=self._tail(batch))
+        tail = self._tail(batch) if self._decoder_replay else None
+        if image_embeddings is None and tail is None:
+            return batch
+        return replace(batch, image_embeddings=image_embeddings, tail=tail)
 
     def _build(self, segments: Sequence[Segment], engram_ids: np.ndarray) -> Batch:
-        starts = np.concatenate(([0], np.cumsum([s.num_tokens for s in segments]))).astype(np.int64)
-        positions = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in segments])
+        row_starts = tuple(accumulate((s.num_tokens for s in segments), initial=0))
+        starts = np.array(row_starts)
+        positions = _joined([np.arange(s.start, s.start + s.num_tokens) for s in segments])
+        image_mask = _joined([s.image_mask for s in segments]).astype(bool)
         return Batch(
             segments=tuple(segments),
-            row_starts=tuple(int(x) for x in starts),
-            token_ids=_tensor(np.concatenate([s.token_ids for s in segments])),
+            row_starts=row_starts,
+            token_ids=_tensor(_joined([s.token_ids for s in segments])),
             positions=_tensor(positions),
-            slots=np.repeat([s.slot for s in segments], np.diff(starts)),
+            slots=_joined([np.full(s.num_tokens, s.slot) for s in segments]),
             tables=self._tables,
-            image_mask=torch.from_numpy(np.concatenate([s.image_mask for s in segments]).astype(bool)),
+            image_mask=torch.from_numpy(image_mask),
+            has_images=bool(image_mask.any()),
             window=_window_index(segments, starts, self._tables, self._config.sliding_window),
             compression={
                 ratio: _compression_index(
@@ -184,9 +194,7 @@ class BatchBuilder:
 
     def _tail(self, batch: Batch) -> Tail | None:
         """The rows from the first that a window block is kept of; earlier ones no later step sees in the decoder."""
-        cut = [
-            self._tail_start(segment) if self._decoder_replay else segment.start for segment in batch.segments
-        ]
+        cut = [self._tail_start(segment) for segment in batch.segments]
         if all(start == segment.start for start, segment in zip(cut, batch.segments, strict=True)):
             return None
         segments, rows = [], []
@@ -225,6 +233,10 @@ class BatchBuilder:
         )
 
 
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
 
@@ -250,7 +262,7 @@ def _window_index(
         write_rows.append(row_start + kept)
         write_pages.append(pages[kept])
         offset += segment.start - oldest
-    return WindowIndex(*(_tensor(np.concatenate(x)) for x in (previous, index, write_rows, write_pages)))
+    return WindowIndex(*(_tensor(_joined(x)) for x in (previous, index, write_rows, write_pages)))
 
 
 def _compression_index(
@@ -275,9 +287,9 @@ def _compression_index(
         open_write_rows.append(row_start + kept - segment.start)
         open_write_state.append(state + kept % num_open_rows)
         offset += count
-    own, pages = tables.owned(np.concatenate(addresses), ratio)
-    parts = [np.concatenate(x) for x in (open_rows, members, entry_positions)]
-    writes = [np.concatenate(x) for x in (open_write_rows, open_write_state)]
+    own, pages = tables.owned(_joined(addresses), ratio)
+    parts = [_joined(x) for x in (open_rows, members, entry_positions)]
+    writes = [_joined(x) for x in (open_write_rows, open_write_state)]
     return CompressionIndex(ratio, *map(_tensor, (*parts, own, pages, *writes)))
 
 

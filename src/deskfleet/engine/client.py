@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,19 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from deskfleet.endpoint import EngineStats, EngramStats, GenerateRequest, SamplingParams, TokenChunk
+from deskfleet.endpoint import (
+    EngineHealth,
+    EngineStats,
+    EngramStats,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+)
 from deskfleet.engine import messages
 from deskfleet.engine.constraints import check_constraint
 from deskfleet.engine.images import PreparedImage, prepare_image
 from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
-from deskfleet.engine.process import RankProcess, cause_of_end, receive, start_rank
+from deskfleet.engine.process import RankProcess, cause_of_end, rank_health, receive, start_rank
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.stopping import StopStrings
@@ -116,18 +123,6 @@ class EngramSource:
     backend: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankPulse:
-    """When a rank was last heard, in seconds ago (None: never), and how many forward passes it has run.
-
-    A rank reports every second, also while it computes; one that is silent for several is frozen or starved.
-    """
-
-    rank: int
-    silent_s: float | None
-    num_passes: int
-
-
 @dataclass
 class _Pending:
     """A request under way: outputs arrive in the queue, None wakes the reader when the group has ended."""
@@ -163,6 +158,7 @@ class EngineClient:
         self.plan = ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
         _check_pack(checkpoint, self.plan, self.options)
         self._tokenizer = load_tokenizer(checkpoint.directory)
+        self.planned_bytes: Mapping[int, int] = {}  # resident bytes by rank, set by whoever has planned them
         self._ranks: list[RankProcess] = []
         self._ended: list[RankProcess] = []  # in the order in which their ends were noticed
         self._pending: dict[str, _Pending] = {}
@@ -214,6 +210,7 @@ class EngineClient:
                     output.num_cached_tokens,
                     output.num_drafted,
                     output.num_accepted,
+                    queued_s=output.queued_s,
                 )
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -253,16 +250,18 @@ class EngineClient:
         self._check_alive()
         return tuple(rank.ready.result().memory for rank in self._ranks)
 
-    @property
-    def pulses(self) -> tuple[RankPulse, ...]:
-        """How each started rank is doing."""
+    async def health(self) -> EngineHealth:
+        """How each started rank is, also while it loads and after its end."""
         now_s = asyncio.get_running_loop().time()
-        return tuple(
-            RankPulse(
-                rank.number, None if rank.heard_at_s is None else now_s - rank.heard_at_s, rank.num_passes
-            )
-            for rank in self._ranks
-        )
+        planned = self.planned_bytes
+        return EngineHealth(tuple(rank_health(rank, now_s, planned.get(rank.number)) for rank in self._ranks))
+
+    async def abandon(self, reason: str) -> None:
+        """Kill every rank, whatever it does; who waits is told `reason`. Does nothing once the group has ended."""
+        if self._closing or self._failure is not None or self._ended:
+            return
+        self._failure = EngineError(reason)
+        await self._finish_group()
 
     @property
     def engram(self) -> EngramSource | None:
@@ -383,6 +382,10 @@ class EngineClient:
         if self._closing:
             return
         self._failure = cause_of_end(self._ended)
+        await self._finish_group()
+
+    async def _finish_group(self) -> None:
+        """Leave no rank behind and let everyone know of the failure."""
         try:
             await self._kill_all()
         finally:
@@ -429,7 +432,7 @@ class EngineClient:
     def _on_report(self, rank: RankProcess, report: messages.Report) -> None:
         rank.heard_at_s = asyncio.get_running_loop().time()
         if isinstance(report, messages.Heartbeat):
-            rank.num_passes = report.num_passes
+            rank.heartbeat, rank.heartbeat_at_s = report, rank.heard_at_s
         elif isinstance(report, messages.StepOutput):
             self._stats, self._queue = report.stats, report.queue
             for output in report.outputs:
@@ -601,5 +604,4 @@ __all__ = [
     "EngramSource",
     "LoadProgress",
     "LoadedRank",
-    "RankPulse",
 ]

@@ -171,6 +171,9 @@ class EngineCore:
         num_history = self._runner.config.engram_max_ngram_size - 1
         segments = [segment_of(work, self._token_map, num_history=num_history) for work in scheduled]
         updates = self.cache.take_updates()
+        for work in scheduled:
+            if work.request.started_s is None:
+                work.request.started_s = now_s
         logits = self._runner.lead(segments, logit_rows, self._image_rows(scheduled), updates).numpy()
         self._count(num_steps=1)
         for work, span in zip(scheduled, spans, strict=True):
@@ -233,6 +236,7 @@ class EngineCore:
             num_cached_tokens=request.num_reused_tokens,
             num_drafted=request.speculation.num_drafted,
             num_accepted=request.speculation.num_accepted,
+            queued_s=None if request.started_s is None else request.started_s - request.arrival_s,
         )
 
     def _verify(self, request: Request, logits: np.ndarray, num_drafts: int) -> Verdict:

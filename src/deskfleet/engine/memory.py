@@ -7,6 +7,7 @@ long as it is, whatever part of it is used: a view that keeps a larger buffer al
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.model.memory import ProcessMemory, TensorLine
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _WALKED = ("deskfleet.engine", "deskfleet_engram.geometry", "deskfleet_engram.ownership")
 """Modules whose objects may hold arrays; all others (configurations, process groups, files) are passed by."""
@@ -41,12 +44,7 @@ def _roots(runner: ModelRunner) -> Iterator[tuple[TensorLine, object]]:
     yield TensorLine.index_keys, cache.index_keys
     yield TensorLine.open_groups, (cache.open_values, cache.open_gates)
     yield TensorLine.block_tables, runner.tables
-    compressors = [block.attention.compressor for block in model.blocks]
-    yield (
-        TensorLine.rope,
-        (model.rope, [compressor.rope for compressor in compressors if compressor is not None]),
-    )
-    yield TensorLine.rope, None if drafts is None else drafts.rope
+    yield TensorLine.rope, (model.rope, None if drafts is None else drafts.rope)
     yield TensorLine.vocabulary, (model.vocabulary, model.norm)
     yield TensorLine.draft, drafts
     yield TensorLine.vision, runner.vision
@@ -97,6 +95,20 @@ def process_memory() -> ProcessMemory:
     )
 
 
+def resident_bytes() -> int:
+    """Resident bytes of this process now; cheaper than `process_memory`. Raises OSError where there is no /proc."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def host_available_bytes() -> int | None:
+    """Bytes that this machine could still give to a program; None where the kernel does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def give_back_free_heap() -> None:
     """Return what loading left in the allocator's free lists; it would be neither the model's nor anybody else's.
 
@@ -107,4 +119,4 @@ def give_back_free_heap() -> None:
         trim(0)
 
 
-__all__ = ["census", "give_back_free_heap", "process_memory"]
+__all__ = ["census", "give_back_free_heap", "host_available_bytes", "process_memory", "resident_bytes"]

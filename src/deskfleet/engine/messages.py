@@ -9,7 +9,14 @@ import struct
 
 import msgspec
 
-from deskfleet.endpoint import EngineStats, EngramStats, FinishReason, SamplingParams, TokenLogprob
+from deskfleet.endpoint import (
+    EngineStats,
+    EngramStats,
+    FinishReason,
+    RankState,
+    SamplingParams,
+    TokenLogprob,
+)
 from deskfleet.engine.tables import TableUpdate
 from deskfleet.model.memory import RankMemory
 
@@ -100,6 +107,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    queued_s: float | None = None
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
@@ -127,10 +135,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process lives, and so far it has run this many forward passes."""
+    """A rank's process lives, and this is where its main thread is (see endpoint.RankHealth)."""
 
     rank: int
     num_passes: int
+    num_moves: int
+    state: RankState
+    num_tokens: int
+    last_pass_age_s: float | None
+    memory_bytes: int
+    host_available_bytes: int | None
 
 
 Report = Hello | Loading | Ready | StepOutput | EngramReads | Heartbeat | Failed

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from deskfleet.endpoint import RankHealth, RankState
 from deskfleet.engine import messages
 from deskfleet.engine.spec import RankSpec
 from deskfleet.errors import EngineError, RankDied
@@ -35,7 +36,8 @@ class RankProcess:
     ready: asyncio.Future[messages.Ready]
     writer: asyncio.StreamWriter | None = None
     heard_at_s: float | None = None  # of the event loop's clock, when it last reported
-    num_passes: int = 0
+    heartbeat: messages.Heartbeat | None = None  # the latest
+    heartbeat_at_s: float | None = None
     failed: messages.Failed | None = None
 
 
@@ -65,6 +67,33 @@ async def receive(reader: asyncio.StreamReader) -> messages.Report | None:
         return messages.report_decoder.decode(await reader.readexactly(messages.frame_length(prefix)))
     except (asyncio.IncompleteReadError, ConnectionError):  # a killed rank may leave a reset
         return None
+
+
+def rank_health(rank: RankProcess, now_s: float, planned_bytes: int | None) -> RankHealth:
+    """What is known of a rank at `now_s` of the event loop's clock. Before its first heartbeat it is loading."""
+    beat = rank.heartbeat
+    state: RankState = "loading"
+    if rank.process.returncode is not None:
+        state = "ended"
+    elif beat is not None:
+        state = beat.state
+    # Any report shows that the process runs, but only a heartbeat says where its main thread is.
+    heard_age_s = None if rank.heard_at_s is None else now_s - rank.heard_at_s
+    if beat is None or rank.heartbeat_at_s is None:
+        return RankHealth(rank.number, state, heartbeat_age_s=heard_age_s, planned_bytes=planned_bytes)
+    age_s = now_s - rank.heartbeat_at_s
+    return RankHealth(
+        rank=rank.number,
+        state=state,
+        num_steps=beat.num_passes,
+        num_moves=beat.num_moves,
+        num_tokens=beat.num_tokens,
+        last_step_age_s=None if beat.last_pass_age_s is None else beat.last_pass_age_s + age_s,
+        heartbeat_age_s=heard_age_s,
+        memory_bytes=beat.memory_bytes,
+        planned_bytes=planned_bytes,
+        host_available_bytes=beat.host_available_bytes,
+    )
 
 
 def cause_of_end(ended: list[RankProcess]) -> EngineError:
@@ -103,4 +132,4 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-__all__ = ["RankProcess", "cause_of_end", "receive", "start_rank"]
+__all__ = ["RankProcess", "cause_of_end", "rank_health", "receive", "start_rank"]

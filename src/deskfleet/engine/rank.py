@@ -22,11 +22,17 @@ import msgspec
 import numpy as np
 import torch
 
-from deskfleet.engine import messages
+from deskfleet.engine import messages, trace
 from deskfleet.engine.constraints import ConstraintCompiler
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.memory import census, give_back_free_heap, process_memory
+from deskfleet.engine.memory import (
+    census,
+    give_back_free_heap,
+    host_available_bytes,
+    process_memory,
+    resident_bytes,
+)
 from deskfleet.engine.model.engram import Tables
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.spec import RankSpec
@@ -86,13 +92,13 @@ class Control:
 
         threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
 
-    def beat(self, rank: int, num_passes: Callable[[], int]) -> None:
-        """Report every second that this process lives and how far it is, for as long as it does."""
+    def beat(self, heartbeat: Callable[[], messages.Heartbeat]) -> None:
+        """Report every second that this process lives and where its main thread is, for as long as it does."""
 
         def report() -> None:
             with contextlib.suppress(OSError):  # the supervisor is gone, and this process is on its way out
                 while True:
-                    self.send(messages.Heartbeat(rank, num_passes()))
+                    self.send(heartbeat())
                     time.sleep(_HEARTBEAT_S)
 
         threading.Thread(target=report, name="heartbeat", daemon=True).start()
@@ -139,9 +145,10 @@ def run(spec: RankSpec, control: Control) -> None:
         on_read=progress.add,
         pack=_pack(spec),
     )
-    control.beat(spec.rank, lambda: runner.num_passes)
+    control.beat(lambda: _heartbeat(spec.rank, runner))
     # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
     core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
+    trace.start(spec.rank, runner, core)
     give_back_free_heap()
     memory = RankMemory(spec.rank, census(runner), before, process_memory())
     load_s = time.monotonic() - begin
@@ -157,6 +164,20 @@ def run(spec: RankSpec, control: Control) -> None:
         while runner.follow():
             control.send(messages.EngramReads(spec.rank, tables.stats))
     runner.close()
+
+
+def _heartbeat(rank: int, runner: ModelRunner) -> messages.Heartbeat:
+    progress = runner.progress
+    return messages.Heartbeat(
+        rank=rank,
+        num_passes=progress.num_passes,
+        num_moves=progress.num_moves + runner.model.num_layers_run,
+        state=progress.state,
+        num_tokens=progress.num_tokens,
+        last_pass_age_s=progress.last_pass_age_s,
+        memory_bytes=resident_bytes(),
+        host_available_bytes=host_available_bytes(),
+    )
 
 
 def _core(spec: RankSpec, checkpoint: Checkpoint, runner: ModelRunner, compressed: np.ndarray) -> EngineCore:

@@ -35,6 +35,7 @@ class Request:
     score: bool = False
     num_scored_tokens: int = 0  # whose logits were given out
     arrival_s: float = 0.0
+    started_s: float | None = None  # when the first of its rows was run
     deadline_s: float | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

@@ -19,6 +19,7 @@ from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.draft import Anchor, DraftModel, Proposal
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower, normalise_pixels
+from deskfleet.engine.progress import Progress
 from deskfleet.engine.speculate import Coins, draft_choice
 from deskfleet.engine.tables import BlockTables, TableUpdate
 from deskfleet.engine.weights import Allocate, ShardReader
@@ -51,7 +52,7 @@ class ModelRunner:
         self.config = config
         self.comm = comm
         self.limits = limits
-        self.num_passes = 0  # forward passes over the backbone so far
+        self.progress = Progress()
         dcp = comm.split(limits.dcp_size)
         options = {} if allocate is None else {"allocate": allocate}
         with (
@@ -136,11 +137,13 @@ class ModelRunner:
         spans = []
         with torch.inference_mode():
             for image in images:
+                self.progress.begin("image", len(image.token_types))
                 pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height_px, image.width_px, 3)
                 patches = normalise_pixels(torch.from_numpy(pixels.copy()), self.vision.config.patch_size)
                 patch = self.vision.config.patch_size
                 height, width = image.height_px // patch, image.width_px // patch
                 spans.append(self.vision.span(patches, height, width, image.token_types))
+                self.progress.end()
         return torch.cat(spans)
 
     def close(self) -> None:
@@ -156,30 +159,41 @@ class ModelRunner:
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
     ) -> Tensor:
+        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        # Rows that no logits are wanted of are a prompt's: decoding wants those of every row.
+        self.progress.begin("prefill" if num_tokens > len(logit_rows) else "decode", num_tokens)
         for update in updates:
             self.tables.apply(update)
         batch = self.builder.build(segments, image_rows)
         output = self.model.forward(batch, self.cache)
-        self.num_passes += 1
         if self.drafts is not None:
             self.drafts.commit(output.taps, output.batch, self.cache)
-        if not logit_rows:
-            return torch.empty(0, self.config.vocab_size)
-        rows = torch.tensor(logit_rows)
-        if batch.tail is not None:
-            rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
-        return self.model.logits(output.hidden[rows])
+        logits = torch.empty(0, self.config.vocab_size)
+        if logit_rows:
+            rows = torch.tensor(logit_rows)
+            if batch.tail is not None:
+                rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
+            logits = self.model.logits(output.hidden[rows])
+        self.progress.end_pass()
+        return logits
 
     @torch.inference_mode()
     def _propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:
         if self.drafts is None:
             raise EngineError("this engine was started without drafts")
+        self.progress.begin("draft", len(requests))
         anchors = [Anchor(r.slot, r.position, r.token_id, r.window_from) for r in requests]
-        return self.drafts.propose(anchors, self.tables, self.cache, choose=partial(_choose_drafts, requests))
+        proposal = self.drafts.propose(
+            anchors, self.tables, self.cache, choose=partial(_choose_drafts, requests)
+        )
+        self.progress.end()
+        return proposal
 
 
 def _choose_drafts(requests: Sequence[messages.DraftRequest], place: int, logits: Tensor) -> Tensor:
     """Draft token int64 [B] of block place `place` from logits float32 [B, V]."""
+    if all(r.temperature == 0 for r in requests):
+        return torch.from_numpy(logits.numpy().argmax(-1))
     rows = zip(requests, logits.numpy(), strict=True)
     return torch.tensor(
         [draft_choice(row, r.temperature, coins=Coins(r.seed), place=r.place, index=place) for r, row in rows]

@@ -359,11 +359,17 @@ def verify(
     Raises EngineError when the target's row is no distribution.
     """
     possible = outcomes(target, draft_token_ids, drafted, acceptance)
-    num_accepted = pick(possible.chances, coins.uniform("accept", place))
+    num_accepted = _draw(possible.chances, lambda: coins.uniform("accept", place))
     further = possible.further(num_accepted)
     if not 0 < (total := float(further.sum())) < math.inf:
         raise EngineError(f"no token can follow {num_accepted} accepted drafts: the row sums to {total}")
-    return Verdict(num_accepted, pick(further, coins.uniform("further", place)))
+    return Verdict(num_accepted, _draw(further, lambda: coins.uniform("further", place)))
+
+
+def _draw(probabilities: np.ndarray, uniform: Callable[[], float]) -> int:
+    """`pick`, without tossing a coin that cannot matter: every number of a request is its own, so none is used up."""
+    possible = np.flatnonzero(probabilities)
+    return int(possible[0]) if len(possible) == 1 else pick(probabilities, uniform())
 
 
 def _ratios(target: np.ndarray, draft_token_ids: Sequence[int], drafted: np.ndarray | None) -> np.ndarray:

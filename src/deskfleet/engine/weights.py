@@ -8,7 +8,7 @@ buffers full of NaN patterns and prove that none of it survives.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -28,6 +28,8 @@ _NUMPY_DTYPES = {
     "F8_E8M0": np.uint8,
     "I8": np.uint8,
 }
+
+_DECODED_AT_ONCE = 1 << 13  # weights as float64
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
@@ -99,29 +101,38 @@ class ShardReader:
             return self.bf16(name).to(torch.float32)
         return torch.from_numpy(self.raw(name))
 
-    def wide(self, name: str) -> Tensor:
-        """A BF16 or F32 matrix as float64, ready for ops.linear."""
-        return self.f32(name).to(torch.float64)
+    def matrix(self, name: str) -> Tensor:
+        """A BF16 or F32 matrix as it is stored, ready for ops.linear."""
+        return self.bf16(name) if self.checkpoint.tensors[name].dtype == "BF16" else self.f32(name)
 
     def fp8(self, prefix: str) -> Tensor:
-        """`prefix.weight` with `prefix.scale` as float64 [out, in]."""
-        return ops.dequantize_fp8_weight(
-            torch.from_numpy(self.raw(f"{prefix}.weight")),
-            torch.from_numpy(self.raw(f"{prefix}.scale")),
-            self.plan.config.weight_block_size,
-        )
+        """`prefix.weight` with `prefix.scale` as bf16 [out, in], which holds every value exactly."""
+        codes = torch.from_numpy(self.raw(f"{prefix}.weight"))
+        scales = torch.from_numpy(self.raw(f"{prefix}.scale"))
+        block = self.plan.config.weight_block_size
+        narrow = torch.empty(codes.shape, dtype=torch.bfloat16)
+        # A few rows at a time: as float64, a large matrix takes eight times the room that it has in the file.
+        step = max(_DECODED_AT_ONCE // (codes.shape[1] * block), 1)
+        for first in range(0, len(scales), step):
+            rows = slice(first * block, (first + step) * block)
+            wide = ops.dequantize_fp8_weight(codes[rows], scales[first : first + step], block)
+            narrow[rows] = _exact_bf16(wide, prefix)
+        return narrow
 
-    def fp4(self, prefix: str) -> Tensor:
-        """A routed expert's MXFP4 matrix as float64 [out, in]."""
-        return ops.dequantize_fp4_weight(
+    def fp4(self, prefix: str) -> ops.Fp4Matrix:
+        """A routed expert's MXFP4 matrix [out, in], as it is stored."""
+        return ops.Fp4Matrix(
             torch.from_numpy(self.raw(f"{prefix}.weight")), torch.from_numpy(self.raw(f"{prefix}.scale"))
         )
 
-    def experts(self, prefix: str, names: Iterable[str], expert_ids: range) -> Tensor:
-        """Stacked experts float64 [E_local, Σ out, in]: the matrices `names` of each expert under one another."""
-        return torch.stack(
-            [torch.cat([self.fp4(f"{prefix}.{e}.{name}") for name in names]) for e in expert_ids]
-        )
+    def experts(self, prefix: str, names: Sequence[str], expert_ids: range) -> ops.Fp4Matrix:
+        """Stacked experts [E_local, Σ out, in]: the matrices `names` of each expert under one another."""
+        codes, scales = [], []
+        for expert in expert_ids:
+            matrices = [self.fp4(f"{prefix}.{expert}.{name}") for name in names]
+            codes.append(torch.cat([matrix.codes for matrix in matrices]))
+            scales.append(torch.cat([matrix.scales for matrix in matrices]))
+        return ops.Fp4Matrix(torch.stack(codes), torch.stack(scales))
 
     def _read_range(
         self, info: TensorInfo, dtype: np.dtype, shard: TensorShard, start: int, stop: int
@@ -170,6 +181,20 @@ class ShardReader:
             except OSError as error:
                 raise CheckpointError(f"cannot open {info.path}: {error.strerror}") from error
         return self._files[key]
+
+
+def _exact_bf16(wide: Tensor, prefix: str) -> Tensor:
+    """float64 -> bf16. A decoded value has at most four significant bits; only its scale can be out of range.
+
+    Raises CheckpointError when a value would change.
+    """
+    narrow = wide.to(torch.bfloat16)
+    if not bool(((narrow.to(torch.float64) == wide) | wide.isnan()).all()):
+        raise CheckpointError(
+            f"{prefix}.scale holds a scale so large or small that its weights are no bf16 numbers",
+            hint="the published scales lie between 2**-124 and 2**119; the file is damaged or of another format",
+        )
+    return narrow
 
 
 def _zero_padding(local: np.ndarray, shard: TensorShard) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from deskfleet.evaluation.client import Reply
+from deskfleet.client import Reply
 from deskfleet.evaluation.judgement import is_right
 from deskfleet.evaluation.questions import Question
 

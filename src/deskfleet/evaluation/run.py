@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from deskfleet.client import Client, ServerGone
 from deskfleet.errors import ConfigError, EngineError, RequestError
-from deskfleet.evaluation.client import Client, ServerGone
 from deskfleet.evaluation.questions import NEEDLE_TOKENS, TASKS, Question, questions
 from deskfleet.evaluation.report import Drafts, Effort, Outcome, Report, TaskRun, effort_name
 
@@ -85,6 +85,24 @@ async def evaluate(
     there, and when the engine ends on the way; what the first question met when not a single one was answered;
     ConfigError when the settings leave nothing to ask.
     """
+    asked = what_is_asked(settings)
+    async with Client(url) as client:
+        examination = _Examination(client, await client.model_id(), settings, on_batch, total=len(asked))
+        runs = [
+            await examination.run(task, {key[1]: batch for key, batch in asked.items() if key[0] == task})
+            for task in settings.tasks
+            if any(key[0] == task for key in asked)
+        ]
+    if not examination.any_answered:
+        raise examination.first_error or EngineError(f"{url} answered nothing")
+    return Report(client.url, examination.model_id, as_values(settings), tuple(runs))
+
+
+def what_is_asked(settings: EvalSettings) -> dict[tuple[str, Effort], list[Question]]:
+    """Return the questions of every task at every effort, of those that have any.
+
+    Raises ConfigError when the settings leave nothing to ask.
+    """
     asked = {
         (task, effort): questions(
             task,
@@ -102,16 +120,7 @@ async def evaluate(
             f"{', '.join(settings.tasks)} is not asked at effort {', '.join(map(effort_name, settings.efforts))}",
             hint="add off to the efforts",
         )
-    async with Client(url) as client:
-        examination = _Examination(client, await client.model_id(), settings, on_batch, total=len(asked))
-        runs = [
-            await examination.run(task, {key[1]: batch for key, batch in asked.items() if key[0] == task})
-            for task in settings.tasks
-            if any(key[0] == task for key in asked)
-        ]
-    if not examination.any_answered:
-        raise examination.first_error or EngineError(f"{url} answered nothing")
-    return Report(client.url, examination.model_id, _as_values(settings), tuple(runs))
+    return asked
 
 
 class _Examination:
@@ -190,11 +199,12 @@ def _drafts(before: Mapping[str, float], after: Mapping[str, float]) -> Drafts |
     return Drafts(num_verify_steps, num_drafted, num_accepted) if num_verify_steps > 0 else None
 
 
-def _as_values(settings: EvalSettings) -> dict[str, Any]:
+def as_values(settings: EvalSettings) -> dict[str, Any]:
+    """Return settings as a report keeps them."""
     return asdict(settings) | {
         "efforts": [effort_name(effort) for effort in settings.efforts],
         "temperature": 0,
     }
 
 
-__all__ = ["Batch", "EvalSettings", "evaluate"]
+__all__ = ["Batch", "EvalSettings", "as_values", "evaluate", "what_is_asked"]

@@ -1,7 +1,7 @@
 """What form an answer must have: the constraint of a request, and the grammar of tool calls.
 
-Owns which wishes are enforced, the spelling of calls (spec §10.5), and how a parameter's schema becomes text. Knows
-nothing of prompts or tokens; the engine enforces what comes out of here.
+Owns the shapes of `response_format`, which wishes are enforced, the spelling of calls (spec §10.5), and how a
+parameter's schema becomes text. Knows nothing of prompts, tokens or protocols; the engine enforces what comes out.
 
 * `response_format` always is, by the client's own schema. With `strict: true` its objects are closed, and a keyword
   that cannot be enforced is refused; without, such a keyword is left out.
@@ -21,15 +21,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
-from deepseek_recipe import OutputConstraint
+from msgspec import Struct
 
 from deskfleet.endpoint import Constraint
 from deskfleet.errors import RequestError
-from deskfleet.gateway.fields import ChatFields
-from deskfleet.gateway.messages import AssistantMessage, JsonObjectFormat, JsonSchemaFormat, RegexFormat
 
 _Schema = dict[str, Any]
 
@@ -59,49 +57,113 @@ class Marker(NamedTuple):
     spelling: str
 
 
-def answer_constraint(
-    fields: ChatFields, offered: OutputConstraint | None, marker: Marker
-) -> Constraint | None:
-    """Return what the answer to a request must be, or None. `offered` is what the publisher's library would enforce:
-    it knows which tools the prompt names, and whether it has opened the calls.
+class CallSpelling(NamedTuple):
+    """What a checkpoint calls the parts of a call; V4.1 puts a space before each."""
 
-    Raises RequestError for a wish that no grammar can say.
+    calls: str
+    invoke: str
+    parameter: str
+
+
+V41_CALLS = CallSpelling(" calls", " invoke", " parameter")
+V4_CALLS = CallSpelling("tool_calls", "invoke", "parameter")
+
+
+class JsonSchema(Struct, frozen=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Struct, frozen=True, tag_field="type", tag="text"):
+    """Free text, the default."""
+
+
+class JsonObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON of one schema."""
+
+    json_schema: JsonSchema
+
+
+class RegexFormat(Struct, frozen=True, tag_field="type", tag="regex"):
+    """Text that a regular expression matches as a whole; nothing of it is shown to the model."""
+
+    regex: str
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormWishes:
+    """What a request says about the form of its answer.
+
+    `functions` are those the prompt shows, as Chat Completions spells them. `calls_are_begun`: the prompt has opened
+    the calls; `must_call`: it has not, and calls must come all the same. `answer_is_begun`: part of the answer is in
+    the prompt. The `param`s are what the client calls the fields.
     """
-    if offered is None:
-        return None
-    last = fields.messages[-1]
-    if isinstance(last, AssistantMessage) and last.prefix and last.content:
+
+    functions: Sequence[_Schema] = ()
+    calls_are_begun: bool = False
+    must_call: bool = False
+    response_format: ResponseFormat | None = None
+    answer_is_begun: bool = False
+    param: str = "response_format"
+    schema_param: str = "response_format.json_schema.schema"
+
+
+def answer_constraint(
+    wishes: FormWishes, marker: Marker, spelling: CallSpelling = V41_CALLS
+) -> Constraint | None:
+    """Return what the answer to a request must be, or None. Raises RequestError for a wish that no grammar can say."""
+    functions = wishes.functions
+    has_form = wishes.response_format is not None and not isinstance(wishes.response_format, TextFormat)
+    if wishes.answer_is_begun and has_form:
         raise RequestError(
-            "response_format: an answer that is begun cannot be held to a form",
-            param="response_format",
-            hint="leave out the last message, or response_format",
+            f"{wishes.param}: an answer that is begun cannot be held to a form",
+            param=wishes.param,
+            hint=f"leave out the last message, or {wishes.param}",
         )
-    if not offered.kind.startswith("tool_call"):
-        return _response_constraint(fields)
-    names = {tool["function"]["name"] for tool in msgspec.json.decode(offered.schema)}
-    functions = [msgspec.to_builtins(tool.function) for tool in fields.tools or ()]
-    functions = [function for function in functions if function["name"] in names]
-    is_begun = offered.kind == "tool_call_required"
-    response = None if is_begun else _response_constraint(fields)
+    if not functions:
+        return response_constraint(wishes)
+    calls_come = wishes.calls_are_begun or wishes.must_call
+    response = None if calls_come else response_constraint(wishes)
     if response is not None and response.kind == "regex":
-        raise RequestError("response_format: a regex cannot stand beside tools", param="response_format")
-    if not (is_begun or response is not None or any(function.get("strict") for function in functions)):
+        raise RequestError(f"{wishes.param}: a regex cannot stand beside tools", param=wishes.param)
+    if not (calls_come or response is not None or any(function.get("strict") for function in functions)):
         return None
-    answer = None if response is None else json.loads(response.text)
-    grammar = tool_grammar(functions, marker, is_begun=is_begun, answer=answer)
-    return Constraint("grammar", grammar, "tools" if response is None else "response_format")
+    if wishes.answer_is_begun:
+        raise RequestError(
+            "tools: calls cannot be held to a form in an answer that is begun",
+            param="tools",
+            hint="leave out the last message, or strict",
+        )
+    grammar = tool_grammar(
+        functions,
+        marker,
+        is_begun=wishes.calls_are_begun,
+        must_come=wishes.must_call,
+        answer=None if response is None else json.loads(response.text or '{"type": "object"}'),
+        spelling=spelling,
+    )
+    return Constraint("grammar", grammar, "tools" if response is None else wishes.param)
 
 
-def _response_constraint(fields: ChatFields) -> Constraint | None:
-    match fields.response_format:
+def response_constraint(wishes: FormWishes) -> Constraint | None:
+    """Return what `response_format` alone asks for."""
+    match wishes.response_format:
         case JsonObjectFormat():
-            return Constraint("json_object", param="response_format")
+            return Constraint("json_object", param=wishes.param)
         case JsonSchemaFormat(json_schema=wanted):
             schema = _closed(wanted.schema) if wanted.strict else {**wanted.schema, "x-guidance": _LENIENT}
-            text = json.dumps(schema, ensure_ascii=False)
-            return Constraint("json_schema", text, "response_format.json_schema.schema")
+            return Constraint("json_schema", json.dumps(schema, ensure_ascii=False), wishes.schema_param)
         case RegexFormat(regex=regex):
-            return Constraint("regex", regex, "response_format.regex")
+            return Constraint("regex", regex, f"{wishes.param}.regex")
     return None
 
 
@@ -117,38 +179,50 @@ def _closed(node: Any) -> Any:
 
 _FRAME = r"""%llguidance {{}}
 start: {start}
-calls: (call "\n")+ "</" marker " calls>"
-call: "<" marker " invoke name=\"" ({calls}) "</" marker " invoke>"
-marker: <[{marker}]>
-raw: "true\">" RAW marker " parameter>\n"
-any_json: "false\">" {any_json} "</" marker " parameter>\n"
+calls: (call "\n")+ "</" marker "{spelling.calls}>"
+call: "<" marker "{spelling.invoke} name=\"" ({choices}) "</" marker "{spelling.invoke}>"
+marker: <[{marker.token_id}]>
+opening: "<" marker "{spelling.calls}>\n"
+parameter: "<" marker "{spelling.parameter} name=\""
+end: marker "{spelling.parameter}>\n"
+raw: "true\">" RAW end
+any_json: "false\">" {any_json} "</" end
 ANY_NAME: /[A-Za-z0-9_.$-]+/
-TEXT: /(?s:.*)/ & ~/(?s:.*){spelling}(?s:.*)/
-TEXT_AND_OPENING: /(?s:.*)</ & ~/(?s:.*){spelling}(?s:.*)/
-RAW: /(?s:.*)<\// & ~/(?s:.*){spelling}(?s:.*)/
+TEXT: /(?s:.*)/ & ~/(?s:.*){marker.spelling}(?s:.*)/
+TEXT_AND_OPENING: /(?s:.*)</ & ~/(?s:.*){marker.spelling}(?s:.*)/
+RAW: /(?s:.*)<\// & ~/(?s:.*){marker.spelling}(?s:.*)/
 """
 
 
 def tool_grammar(
-    functions: Sequence[_Schema], marker: Marker, *, is_begun: bool, answer: _Schema | None = None
+    functions: Sequence[_Schema],
+    marker: Marker,
+    *,
+    is_begun: bool,
+    must_come: bool = False,
+    answer: _Schema | None = None,
+    spelling: CallSpelling = V41_CALLS,
 ) -> str:
     """Return, in llguidance's Lark, an answer that may call `functions`, given as Chat Completions sends them.
 
-    `is_begun`: the prompt has opened the calls, so they must come. `answer`: the schema of what comes where no calls
-    do; None is any text, and any text before calls. Raises RequestError for a name that calls cannot spell.
+    `is_begun`: the prompt has opened the calls, so they must come; `must_come`: they must come and be opened. `answer`:
+    the schema of what comes where no calls do; None is any text, and any text before calls. Raises RequestError for a
+    name that calls cannot spell.
     """
     if is_begun:
         start = "calls"
+    elif must_come:
+        start = r'"\n\n" opening calls'
     elif answer is None:
-        start = r'TEXT | TEXT_AND_OPENING marker " calls>\n" calls'
+        start = rf'TEXT | TEXT_AND_OPENING marker "{spelling.calls}>\n" calls'
     else:
-        start = rf'{_json(answer, answer)} | "\n\n<" marker " calls>\n" calls'
+        start = rf'{_json(answer, answer)} | "\n\n" opening calls'
     frame = _FRAME.format(
         start=start,
-        calls=" | ".join(f"call_{index}" for index in range(len(functions))),
-        marker=marker.token_id,
+        choices=" | ".join(f"call_{index}" for index in range(len(functions))),
+        marker=marker,
         any_json=_json({}, {}),
-        spelling=marker.spelling,
+        spelling=spelling,
     )
     return frame + "".join(
         f"call_{index}: {_quote(function['name'])} {_END_OF_NAME} {_parameters(function)}\n"
@@ -175,7 +249,7 @@ def _parameters(function: _Schema) -> str:
 
 def _parameter(name: str, values: Iterable[str]) -> str:
     choices = " | ".join(dict.fromkeys(values))
-    return rf'"<" marker " parameter name=\"" {name} "\" string=\"" ({choices})'
+    return rf'parameter {name} "\" string=\"" ({choices})'
 
 
 def _values(schema: _Schema, root: _Schema, depth: int = 0) -> Iterator[str]:
@@ -206,13 +280,13 @@ def _listed(values: list[Any]) -> Iterator[str]:
     """The ways to write one of `values`."""
     for value in values:
         if isinstance(value, str):
-            yield rf'"true\">" {_quote(value)} "</" marker " parameter>\n"'
+            yield rf'"true\">" {_quote(value)} "</" end'
     if others := [value for value in values if not isinstance(value, str)]:
         yield _as_json({"enum": others}, {})
 
 
 def _as_json(schema: _Schema, root: _Schema) -> str:
-    return rf'"false\">" {_json(schema, root)} "</" marker " parameter>\n"'
+    return rf'"false\">" {_json(schema, root)} "</" end'
 
 
 def _json(schema: _Schema, root: _Schema) -> str:
@@ -252,4 +326,19 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-__all__ = ["Marker", "answer_constraint", "tool_grammar"]
+__all__ = [
+    "V4_CALLS",
+    "V41_CALLS",
+    "CallSpelling",
+    "FormWishes",
+    "JsonObjectFormat",
+    "JsonSchema",
+    "JsonSchemaFormat",
+    "Marker",
+    "RegexFormat",
+    "ResponseFormat",
+    "TextFormat",
+    "answer_constraint",
+    "response_constraint",
+    "tool_grammar",
+]

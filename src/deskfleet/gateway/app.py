@@ -1,9 +1,12 @@
 """The HTTP application: routes, the boundary where exceptions become answers, and its life.
 
-Owns routes, request ids, listening. Knows nothing of prompts (`protocol`), of events (`stream`), or of what
-engine stands behind `TokenEngine`.
+Owns routes, request ids, listening. Knows nothing of prompts or events (`protocols/`), of how an answer is sent
+(`stream`), or of what engine stands behind `TokenEngine`.
 
-    POST /v1/chat/completions      GET /v1/models, /v1/models/{id}      GET /health      GET /metrics
+    POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/completions       the protocols
+    POST /v1/messages/count_tokens, /tokenize, /detokenize                        tokens of what would be asked
+    GET  /v1/models, /v1/models/{id}    GET /openapi.json                         what is served, and how
+    GET  /health, /metrics, /ui                                                   `observation.py`
 
 A client that disconnects cancels its handler, whatever that waits for, and with it the engine's request.
 """
@@ -14,76 +17,149 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from deskfleet.endpoint import Endpoint, EngineStats, TokenEngine
+from deskfleet.endpoint import Endpoint, TokenEngine
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
-from deskfleet.gateway.failures import UnknownModel, describe_failure
-from deskfleet.gateway.metrics import GatewayMetrics
-from deskfleet.gateway.protocol import ChatProtocol
+from deskfleet.gateway.chat_format import ChatFormat
+from deskfleet.gateway.failures import ErrorStyle, UnknownModel, describe_failure
+from deskfleet.gateway.gate import MAX_TOKENS_HEADER, Gate
+from deskfleet.gateway.observation import Observation, ObservationSettings
+from deskfleet.gateway.observing import RECORD
+from deskfleet.gateway.openapi import render_description
+from deskfleet.gateway.policies.contract import Caller, Policy
+from deskfleet.gateway.protocol import GeneratingProtocol, apply_policies
+from deskfleet.gateway.protocols.chat import ChatProtocol
+from deskfleet.gateway.protocols.completions import CompletionsProtocol
+from deskfleet.gateway.protocols.messages import MessagesProtocol
+from deskfleet.gateway.protocols.responses import ResponsesProtocol
+from deskfleet.gateway.protocols.tokens import TokenCounter
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.gateway.stream import OPEN_STREAM, fail_stream, generating, stream_answer, whole_answer
+from deskfleet.gateway.thinking import HEADER as THINKING_HEADER
+from deskfleet.gateway.token_texts import join
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Policies = Sequence[Policy] | Callable[[], Sequence[Policy]]
+"""The policies, or whatever knows those of this moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gateway:
-    """What every handler may use."""
+    """What every handler may use. `protocols` by route."""
 
     engine: TokenEngine
     settings: GatewaySettings
-    protocol: ChatProtocol
-    metrics: GatewayMetrics
+    protocols: Mapping[str, GeneratingProtocol]
+    counter: TokenCounter
+    gate: Gate
+    policies: Callable[[], Sequence[Policy]]
     started_at: int
 
 
 _GATEWAY: web.AppKey[_Gateway] = web.AppKey("gateway", _Gateway)
-_REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+"""The id of a request, which is also its answer's."""
+
+CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+"""Who asks, set by the middleware that knows; without one it is whoever the connection comes from."""
+
+_THOUGHT: web.RequestKey[str] = web.RequestKey("thought", str)
+_MAX_TOKENS: web.RequestKey[int] = web.RequestKey("max_tokens", int)
+
+_ANTHROPIC_ROUTES = "/v1/messages"
+_GENERATING_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
 
 
-def create_app(engine: TokenEngine, settings: GatewaySettings) -> web.Application:
+def create_app(
+    engine: TokenEngine,
+    settings: GatewaySettings,
+    *,
+    policies: Policies = (),
+    middlewares: Sequence[Middleware] = (),
+    extensions: Sequence[Callable[[web.Application], None]] = (),
+) -> web.Application:
     """Return the application that answers for `engine`. It does not own the engine and never stops it.
 
+    `policies` act on every request for tokens, before those of the settings. `middlewares` run inside the boundary,
+    before anybody is asked for a key: what they raise becomes an answer as any error does. `extensions` may add routes
+    and life of their own, once all others are there.
     Raises ConfigError or CheckpointError when the checkpoint's configuration or tokenizer cannot be used.
     """
+    chat_format = ChatFormat.from_checkpoint(settings.checkpoint)
+    gate = Gate(settings, lambda token_ids: join(chat_format.texts, token_ids).decode(errors="replace"))
     app = web.Application(
-        middlewares=[_boundary],
+        middlewares=[_boundary, *map(web.middleware, middlewares), gate.door(CALLER)],
         client_max_size=settings.max_body_bytes,
         # Without it aiohttp lets a handler run on after its client has gone.
         handler_args={"handler_cancellation": True},
     )
+    made = (settings, engine.max_model_len, chat_format)
+    chat, messages = ChatProtocol(*made), MessagesProtocol(*made)
+    observed = Observation(
+        engine,
+        settings.observation or ObservationSettings(),
+        model_id=settings.model_id,
+        canary_token_ids=(chat_format.config.bos_token_id,),
+        vocab_size=chat_format.config.vocab_size,
+        policies=gate.policies.counters,
+        queue=gate.admission.state,
+    )
     app[_GATEWAY] = _Gateway(
-        engine=engine,
+        engine=observed.engine,
         settings=settings,
-        protocol=ChatProtocol(settings, engine.max_model_len),
-        metrics=GatewayMetrics(),
+        protocols={
+            "/v1/chat/completions": chat,
+            "/v1/responses": ResponsesProtocol(*made),
+            "/v1/messages": messages,
+            "/v1/completions": CompletionsProtocol(*made),
+        },
+        counter=TokenCounter(*made, chat=chat, messages=messages),
+        gate=gate,
+        policies=policies if callable(policies) else lambda: policies,
         started_at=int(time.time()),
     )
-    app.on_response_prepare.append(_name_request)
-    app.router.add_post("/v1/chat/completions", chat_completions)
+    app.on_response_prepare.append(_add_headers)
+    for route in _GENERATING_ROUTES:
+        app.router.add_post(route, generate)
+    app.router.add_post("/v1/messages/count_tokens", count_tokens)
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", get_model)
-    app.router.add_get("/health", health)
-    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/openapi.json", describe)
+    observed.attach(app)
+    for extend in extensions:
+        extend(app)
     return app
 
 
 @asynccontextmanager
-async def serving(engine: TokenEngine, settings: GatewaySettings) -> AsyncIterator[Endpoint]:
+async def serving(
+    engine: TokenEngine,
+    settings: GatewaySettings,
+    *,
+    policies: Policies = (),
+    middlewares: Sequence[Middleware] = (),
+    extensions: Sequence[Callable[[web.Application], None]] = (),
+) -> AsyncIterator[Endpoint]:
     """Listen for as long as the block runs. Yields where: `url` has the real port, without `/v1`.
 
-    On leaving, no new connections are taken and requests still running are cancelled. Raises ConfigError when
-    the address cannot be listened on, and as `create_app` does.
+    On leaving, new requests are refused and running ones may finish for as long as the settings say; then connections
+    are closed. Raises ConfigError when the address cannot be listened on, and as `create_app` does.
     """
-    runner = web.AppRunner(create_app(engine, settings), access_log=None, shutdown_timeout=0.0)
+    app = create_app(engine, settings, policies=policies, middlewares=middlewares, extensions=extensions)
+    # After draining, whatever still runs is cancelled at once. (0 would wait for it, for ever.)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
         site = web.TCPSite(runner, settings.host, settings.port)
@@ -96,7 +172,10 @@ async def serving(engine: TokenEngine, settings: GatewaySettings) -> AsyncIterat
             ) from error
         port: int = runner.addresses[0][1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield Endpoint(f"http://{host}:{port}", settings.model_id, engine.max_model_len)
+        try:
+            yield Endpoint(f"http://{host}:{port}", settings.model_id, engine.max_model_len)
+        finally:
+            await app[_GATEWAY].gate.drain()
     finally:
         await runner.cleanup()
 
@@ -114,25 +193,57 @@ async def serve(
         await until.wait()
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer one chat: prepare off the loop, then move tokens until the answer is complete."""
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Answer one request of any protocol: prepare off the loop, then move tokens until the answer is complete."""
     gateway = request.app[_GATEWAY]
-    with gateway.metrics.counting_request():
-        if gateway.engine.failure is not None:
-            raise EngineError(gateway.engine.failure)
-        body = await request.read()
-        prepared = await asyncio.to_thread(gateway.protocol.prepare, body, request[_REQUEST_ID])
-        gateway.metrics.count_prompt(prepared.num_prompt_tokens)
-        parser = gateway.protocol.parser(prepared)
-        async with generating(gateway.engine, prepared.generate) as tokens:
-            if prepared.stream:
-                return await stream_answer(request, tokens, parser, gateway.metrics)
-            return await whole_answer(tokens, parser, gateway.metrics)
+    caller, record = _caller(request), request[RECORD]
+    record.key, record.model = caller.key, gateway.settings.model_id
+    if gateway.engine.failure is not None:
+        raise EngineError(gateway.engine.failure)
+    protocol = gateway.protocols[request.path]
+    body = await gateway.gate.read(request, caller)
+    prepared = await asyncio.to_thread(protocol.prepare, body, request[REQUEST_ID], caller)
+    if prepared.thought is not None:
+        request[_THOUGHT] = prepared.thought.header()
+    prepared, watchers = apply_policies(prepared, (*gateway.policies(), *gateway.gate.policies_for(caller)))
+    request[_MAX_TOKENS] = prepared.generate.sampling.max_tokens
+    parser = protocol.parser(prepared)
+    async with (
+        gateway.gate.admitted(prepared.draft) as ticket,
+        generating(gateway.engine, prepared.generate) as tokens,
+    ):
+        watchers = (ticket.push, *watchers, record.watch)
+        if prepared.stream:
+            return await stream_answer(request, tokens, parser, watchers)
+        return await whole_answer(tokens, parser, watchers)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count a Messages request's prompt."""
+    counted = await asyncio.to_thread(request.app[_GATEWAY].counter.count, await _read(request))
+    request[_THOUGHT] = counted.thought.header()
+    return _json({"input_tokens": counted.num_tokens})
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Return the tokens of a text or a chat."""
+    counter = request.app[_GATEWAY].counter
+    return _json(await asyncio.to_thread(counter.tokenize, await _read(request)))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Return the text of tokens, control tokens included."""
+    counter = request.app[_GATEWAY].counter
+    return _json(await asyncio.to_thread(counter.detokenize, await _read(request)))
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """List the one model served here."""
-    return _json({"object": "list", "data": [_model_card(request.app[_GATEWAY])]})
+    """List the one model served here, for OpenAI's and Anthropic's clients alike."""
+    card = _model_card(request.app[_GATEWAY])
+    model_id = card["id"]
+    return _json(
+        {"object": "list", "data": [card], "has_more": False, "first_id": model_id, "last_id": model_id}
+    )
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -144,37 +255,31 @@ async def get_model(request: web.Request) -> web.Response:
     return _json(_model_card(gateway))
 
 
-async def health(request: web.Request) -> web.Response:
-    """Say 200 while the engine lives, else 503 with the sentence that says why it ended."""
-    gateway = request.app[_GATEWAY]
-    failure = gateway.engine.failure
-    if failure is not None:
-        return _json({"status": "failed", "reason": failure}, status=503)
-    return _json({"status": "ok", "model": gateway.settings.model_id})
+async def describe(request: web.Request) -> web.Response:
+    """Return the OpenAPI description of every route of this module."""
+    description = render_description(request.app[_GATEWAY].settings.model_id)
+    return web.Response(body=description, content_type="application/json")
 
 
-async def metrics(request: web.Request) -> web.Response:
-    """Expose counters in Prometheus' text format, also while the engine is dead."""
-    gateway = request.app[_GATEWAY]
-    stats: EngineStats | None = None
-    if gateway.engine.failure is None:
-        try:
-            stats = await gateway.engine.stats()
-        except EngineError:
-            logger.warning("the engine died during a scrape", exc_info=True)
-    return web.Response(
-        body=gateway.metrics.render(stats),
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-    )
+def _caller(request: web.Request) -> Caller:
+    return request.get(CALLER) or Caller(address=request.remote or "")
+
+
+async def _read(request: web.Request) -> bytes:
+    return await request.app[_GATEWAY].gate.read(request, _caller(request))
 
 
 def _model_card(gateway: _Gateway) -> dict[str, str | int]:
+    started = datetime.fromtimestamp(gateway.started_at, UTC)
     return {
         "id": gateway.settings.model_id,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "deskfleet",
         "max_model_len": gateway.engine.max_model_len,
+        "type": "model",
+        "display_name": gateway.settings.model_id,
+        "created_at": started.isoformat().replace("+00:00", "Z"),
     }
 
 
@@ -182,35 +287,52 @@ def _json(data: object, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(data), status=status, content_type="application/json")
 
 
-async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["x-request-id"] = request[_REQUEST_ID]
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    request[RECORD].key = _caller(request).key
+    response.headers["x-request-id"] = request[RECORD].request_id
+    if request.path.startswith(_ANTHROPIC_ROUTES):
+        response.headers["request-id"] = request[REQUEST_ID]  # where Anthropic's clients look
+    thought = request.get(_THOUGHT)
+    if thought is not None:
+        response.headers[THINKING_HEADER] = thought
+    if _MAX_TOKENS in request:
+        response.headers[MAX_TOKENS_HEADER] = str(request[_MAX_TOKENS])
 
 
 @web.middleware
 async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every exception into an answer: a status, or an event once a stream is open."""
-    request[_REQUEST_ID] = f"chatcmpl-{uuid.uuid4().hex}"
+    protocol = request.app[_GATEWAY].protocols.get(request.path)
+    request[REQUEST_ID] = f"{protocol.id_prefix if protocol else 'req-'}{uuid.uuid4().hex}"
+    record = request[RECORD]
+    record.request_id = record.request_id or request[REQUEST_ID]
     try:
         return await handler(request)
     except ConnectionResetError:
         # The client is gone, there is nobody to answer. A begun response ends the connection quietly.
+        record.outcome = "cancelled"
         if OPEN_STREAM in request:
-            return request[OPEN_STREAM]
+            return request[OPEN_STREAM].response
         raise
     except Exception as error:
         failure = describe_failure(error)
+        record.error = failure.message
         if failure.status >= 500:
             unforeseen = not isinstance(error, DeskfleetError)
-            logger.error("%s: %s", request[_REQUEST_ID], failure.message, exc_info=unforeseen)
+            logger.error("%s: %s", record.request_id, failure.message, exc_info=unforeseen)
         opened = request.get(OPEN_STREAM)
         if opened is not None:
             return await fail_stream(opened, failure)
+        style: ErrorStyle = "anthropic" if request.path.startswith(_ANTHROPIC_ROUTES) else "openai"
         response = web.Response(
-            body=failure.to_json(), status=failure.status, content_type="application/json"
+            body=failure.to_json(style, request[REQUEST_ID]),
+            status=failure.status,
+            content_type="application/json",
+            headers=failure.headers,
         )
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response
 
 
-__all__ = ["create_app", "serve", "serving"]
+__all__ = ["CALLER", "REQUEST_ID", "Middleware", "Policies", "create_app", "serve", "serving"]

@@ -1,6 +1,9 @@
-"""How one checkpoint spells a conversation: its tokenizer and its control tokens.
+"""How one checkpoint spells a conversation: its encoding, its tokenizer and its control tokens.
 
 Owns what is read from the checkpoint at start: tokenizer.json and config.json. Knows nothing of requests.
+
+`model_type` in config.json decides between the encodings: `deepseek_v41` is V4.1's, `deepseek_v4` is V4's. They differ
+in where system messages may stand, in how an effort is said (a number; three texts), and in the spelling of calls.
 """
 
 from __future__ import annotations
@@ -8,42 +11,67 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from deepseek_recipe import (
     Conversation,
+    DeepseekV4Encoding,
     DeepseekV41Encoding,
+    ModelVersion,
     SpecialToken,
     SpecialTokens,
     Tokenizer,
     UserMessage,
 )
 
-from deskfleet.errors import CheckpointError
-from deskfleet.gateway.answer_form import Marker
-from deskfleet.model.config import ModelConfig
+from deskfleet.errors import CheckpointError, ConfigError
+from deskfleet.gateway.answer_form import V4_CALLS, V41_CALLS, CallSpelling, Marker
+from deskfleet.gateway.protocols.markup import EXACT_MARKER, EXACT_THOUGHT_END
+from deskfleet.gateway.token_texts import TokenizerFile, token_texts
+from deskfleet.model.config import ModelConfig, VisionConfig
+
+Encoding = Literal["v4", "v4.1"]
+
+_ENCODINGS: dict[str, Encoding] = {"deepseek_v4": "v4", "deepseek_v41": "v4.1"}
+"""`model_type` of a checkpoint -> how its conversations are spelled."""
 
 
-class _AddedToken(msgspec.Struct, frozen=True):
-    id: int
-    content: str
+class _V4Config(msgspec.Struct, frozen=True):
+    """What the gateway needs of a V4 checkpoint's config.json (V4 spec §2.1)."""
+
+    vocab_size: int
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int | None = None
 
 
-class _TokenizerFile(msgspec.Struct, frozen=True):
-    added_tokens: list[_AddedToken]
+class _ModelType(msgspec.Struct, frozen=True):
+    model_type: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What config.json says of tokens and images. `image_token_id` is None where there are no images."""
+
+    vocab_size: int
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int | None
+    image_token_id: int | None
+    vision: VisionConfig | None
 
 
 _REQUIRED = (
     SpecialToken.Bos,
     SpecialToken.Eos,
-    SpecialToken.System,
     SpecialToken.User,
     SpecialToken.Assistant,
     SpecialToken.ThinkingStart,
     SpecialToken.ThinkingEnd,
     SpecialToken.Dsml,
 )
-"""Without these no prompt can be written and no answer parsed."""
+"""Without these no prompt can be written and no answer parsed. V4.1 needs the system's token as well."""
 
 _NEVER_TEXT = (
     SpecialToken.Bos,
@@ -58,6 +86,9 @@ _NEVER_TEXT = (
 needs, and the tags of boxes, points and polygons, which are part of an answer."""
 
 
+_ANSWER_TAG = re.compile(r"<?｜/?(?:ref|box|point|polygon|table|tr|td)>?｜>?")
+"""Added tokens that are part of what a model answers."""
+
 _MARKER = SpecialToken.Dsml.default_str()
 
 _EFFORT = re.compile(r"(Reasoning Effort: )\d+(?= )")
@@ -70,45 +101,80 @@ class ChatFormat:
     """The tokenizer, the encoding that uses it, and the ids that must never be shown as text.
 
     `special_tokens` carries the checkpoint's own spelling of the image placeholder: the library's default is
-    `<｜image｜>`, the released tokenizer says `<｜deepseek_image｜>`.
+    `<｜image｜>`, the released tokenizer says `<｜deepseek_image｜>`. `texts` are the bytes of every token, in
+    `exact_texts` with a secret in the place of those that markup is made of;
+    `control_ids` are all tokens that plain completions do not show, `hidden_token_ids` those that no answer shows.
     """
 
-    config: ModelConfig
+    config: TokenFacts
     tokenizer: Tokenizer
     special_tokens: SpecialTokens
-    encoding: DeepseekV41Encoding
+    encoding: DeepseekV4Encoding | DeepseekV41Encoding
     hidden_token_ids: frozenset[int]
+    control_ids: frozenset[int]
     marker: Marker
+    texts: tuple[bytes, ...]
+    exact_texts: tuple[bytes, ...]
+    thought_end_id: int
+    name: Encoding = "v4.1"
 
     @classmethod
-    def from_checkpoint(cls, directory: Path) -> ChatFormat:
-        """Read `directory`'s config.json and tokenizer.json.
+    def from_checkpoint(cls, directory: Path, *, encoding: Encoding | None = None) -> ChatFormat:
+        """Read `directory`'s config.json and tokenizer.json. `encoding` None lets config.json decide.
 
         Raises ConfigError for the former, CheckpointError when the tokenizer is missing, unreadable, lacks a
-        token that V4.1 conversations are made of, or disagrees with config.json about an id.
+        token that conversations are made of, or disagrees with config.json about an id.
         """
-        config = ModelConfig.from_file(directory / "config.json")
+        config, name = _read_config(directory / "config.json", encoding)
         path = directory / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
-            added = msgspec.json.decode(text, type=_TokenizerFile).added_tokens
+            file = msgspec.json.decode(text, type=TokenizerFile)
             tokenizer = Tokenizer.from_str(text)
         except FileNotFoundError as error:
             raise CheckpointError(f"no such file: {path}") from error
         except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RuntimeError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        ids = {token.content: token.id for token in added}
-        _check_tokens(ids, config, path)
+        ids = {token.content: token.id for token in file.added_tokens}
+        _check_tokens(ids, config, path, needs_system=name == "v4.1")
         special_tokens = SpecialTokens(image=_image_spelling(ids, config, path))
         hidden = {ids[token.default_str()] for token in _NEVER_TEXT if token.default_str() in ids}
+        hidden |= {token for token in (config.pad_token_id, config.image_token_id) if token is not None}
+        control = {token.id for token in file.added_tokens if not _ANSWER_TAG.fullmatch(token.content)}
+        kind = DeepseekV4Encoding if name == "v4" else DeepseekV41Encoding
+        thought_end_id = ids[SpecialToken.ThinkingEnd.default_str()]
+        texts = token_texts(file)
+        exact = list(texts)
+        exact[ids[_MARKER]] = EXACT_MARKER.encode()
+        exact[thought_end_id] = EXACT_THOUGHT_END.encode()
         return cls(
             config=config,
             tokenizer=tokenizer,
             special_tokens=special_tokens,
-            encoding=DeepseekV41Encoding().with_special_tokens(special_tokens).with_tokenizer(tokenizer),
-            hidden_token_ids=frozenset(hidden | {config.pad_token_id, config.image_token_id}),
+            encoding=kind().with_special_tokens(special_tokens).with_tokenizer(tokenizer),
+            hidden_token_ids=frozenset(hidden),
+            control_ids=frozenset(hidden | control),
             marker=Marker(ids[_MARKER], _MARKER),
+            texts=texts,
+            exact_texts=tuple(exact),
+            thought_end_id=thought_end_id,
+            name=name,
         )
+
+    @property
+    def model_version(self) -> ModelVersion:
+        """The publisher's name for the encoding."""
+        return ModelVersion.DeepseekV4Pro if self.name == "v4" else ModelVersion.DeepseekV41Flash
+
+    @property
+    def calls(self) -> CallSpelling:
+        """How calls are spelled."""
+        return V4_CALLS if self.name == "v4" else V41_CALLS
+
+    @property
+    def has_tiers_only(self) -> bool:
+        """Whether an effort is one of three texts rather than any number."""
+        return self.name == "v4"
 
     def encode(self, conversation: Conversation, effort: int | None = None) -> list[int]:
         """Return the prompt's ids, with `effort` in place of the number of the conversation's own tier.
@@ -117,7 +183,7 @@ class ChatFormat:
         whole, because tokens may join what stands around a number. Without thinking there is no effort to replace.
         """
         token_ids = self.encoding.encode(conversation)
-        if effort is None or not conversation.thinking_mode:
+        if effort is None or not conversation.thinking_mode or self.has_tiers_only:
             return token_ids
         rendered = self.encoding.render_conversation(conversation)
         (_, start), (end, _) = rendered.special_ranges[_NUM_LEADING - 1 : _NUM_LEADING + 1]
@@ -133,8 +199,36 @@ class ChatFormat:
         return self.encoding.encode(turn)[2:-2]
 
 
-def _check_tokens(ids: dict[str, int], config: ModelConfig, path: Path) -> None:
-    if missing := [token.default_str() for token in _REQUIRED if token.default_str() not in ids]:
+def _read_config(path: Path, encoding: Encoding | None) -> tuple[TokenFacts, Encoding]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"no such file: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    try:
+        model_type = msgspec.json.decode(text, type=_ModelType).model_type
+        if _ENCODINGS.get(model_type) == "v4":
+            v4 = msgspec.json.decode(text, type=_V4Config)
+            facts = TokenFacts(v4.vocab_size, v4.bos_token_id, v4.eos_token_id, v4.pad_token_id, None, None)
+            return facts, encoding or "v4"
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    config = ModelConfig.from_file(path)
+    facts = TokenFacts(
+        config.vocab_size,
+        config.bos_token_id,
+        config.eos_token_id,
+        config.pad_token_id,
+        config.image_token_id,
+        config.vision,
+    )
+    return facts, encoding or "v4.1"
+
+
+def _check_tokens(ids: dict[str, int], config: TokenFacts, path: Path, *, needs_system: bool) -> None:
+    required = (*_REQUIRED, SpecialToken.System) if needs_system else _REQUIRED
+    if missing := [token.default_str() for token in required if token.default_str() not in ids]:
         raise CheckpointError(
             f"{path} lacks {', '.join(missing)}", hint="use the tokenizer.json that came with the checkpoint"
         )
@@ -144,7 +238,7 @@ def _check_tokens(ids: dict[str, int], config: ModelConfig, path: Path) -> None:
             raise CheckpointError(f"{spelling} is {ids[spelling]} in {path} but {expected} in config.json")
 
 
-def _image_spelling(ids: dict[str, int], config: ModelConfig, path: Path) -> str:
+def _image_spelling(ids: dict[str, int], config: TokenFacts, path: Path) -> str:
     spellings = {token_id: spelling for spelling, token_id in ids.items()}
     if config.image_token_id in spellings:
         return spellings[config.image_token_id]
@@ -155,4 +249,4 @@ def _image_spelling(ids: dict[str, int], config: ModelConfig, path: Path) -> str
     return SpecialToken.Image.default_str()
 
 
-__all__ = ["ChatFormat"]
+__all__ = ["ChatFormat", "Encoding", "TokenFacts"]

@@ -1,7 +1,8 @@
 """From an image's data URL to encoded bytes and a token count.
 
-Owns what an image in a request may be. Knows nothing of messages, and cannot open a connection: a URL that
-is not a data URL is refused here, before anything else sees it.
+Owns what an image in a request may be, and the ticket that stands for it while the publisher's library reorders
+messages. Knows nothing of messages, and cannot open a connection: a URL that is not a data URL is refused here, before
+anything else sees it.
 
 The bytes go on as the client sent them, because the engine's preprocessing is the publisher's reference and
 resizing twice gives other pixels. (The library's own resolver resizes with OpenCV, for the released model's
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from PIL import Image
 
 from deskfleet.errors import RequestError
-from deskfleet.gateway.messages import ImageReference
+from deskfleet.gateway.policies.images import ImageSettings
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.model.config import VisionConfig
 from deskfleet.model.vision import plan_image
@@ -26,7 +27,35 @@ from deskfleet.model.vision import plan_image
 LOW_DETAIL_SIDE = 512
 """Longest side in pixels of an image sent with `detail: low`."""
 
+_TICKET_PREFIX = "data:image/png;base64,"
+
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP"}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReference:
+    """One image of a request: where the client put it, and what it sent there."""
+
+    path: str
+    url: str
+    low_detail: bool = False
+
+
+def take_ticket(images: list[ImageReference], reference: ImageReference) -> str:
+    """Add an image to those of a request and return the URL that stands for it in what the library sees.
+
+    The library reorders tool results, and their images with them; `ticket_number` turns the ticket back into the
+    image's index. It looks at an image's URL only far enough to see a known media type and valid base64.
+    """
+    images.append(reference)
+    return _TICKET_PREFIX + base64.b64encode(str(len(images) - 1).encode()).decode()
+
+
+def ticket_number(data_url: str | None) -> int:
+    """Return the index that a ticket of `take_ticket` stands for."""
+    if data_url is None or not data_url.startswith(_TICKET_PREFIX):
+        raise ValueError(f"not an image ticket: {data_url!r}")
+    return int(base64.b64decode(data_url.removeprefix(_TICKET_PREFIX)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +67,9 @@ class RequestImage:
 
 
 def read_images(
-    references: list[ImageReference], vision: VisionConfig | None, settings: GatewaySettings
+    references: list[ImageReference],
+    vision: VisionConfig | None,
+    settings: GatewaySettings | ImageSettings,
 ) -> list[RequestImage]:
     """Decode and check every image of a request.
 
@@ -55,7 +86,9 @@ def read_images(
     return [_read_image(reference, vision, settings) for reference in references if vision is not None]
 
 
-def _read_image(reference: ImageReference, vision: VisionConfig, settings: GatewaySettings) -> RequestImage:
+def _read_image(
+    reference: ImageReference, vision: VisionConfig, settings: GatewaySettings | ImageSettings
+) -> RequestImage:
     try:
         data = _decode_data_url(reference.url, settings.max_image_bytes)
         image = _open(data, settings.max_image_pixels)
@@ -108,4 +141,11 @@ def _encode_png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-__all__ = ["LOW_DETAIL_SIDE", "RequestImage", "read_images"]
+__all__ = [
+    "LOW_DETAIL_SIDE",
+    "ImageReference",
+    "RequestImage",
+    "read_images",
+    "take_ticket",
+    "ticket_number",
+]

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deskfleet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deskfleet.gateway.observation import ObservationSettings
+    from deskfleet.gateway.policy_file import PolicyStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +20,9 @@ class GatewaySettings:
     `model_id` is the name clients ask for, `checkpoint` the directory with tokenizer.json and config.json.
     `default_thinking` holds where a request says nothing. `default_max_tokens` None leaves the default to the
     publisher's own table (8,192 without thinking, 65,536 with, 131,072 at effort `max`, each lowered to the
-    context left). `port` 0 takes any free port.
+    context left). `port` 0 takes any free port. `max_running` is how many requests the engine runs at once, where that
+    is known. `policies` are settings and keys that were read from files; what they say goes before what is said here.
+    `observation` is what is watched, logged and shown; None leaves that to its own defaults.
     """
 
     model_id: str
@@ -29,6 +36,9 @@ class GatewaySettings:
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 64 * 10**6
     """Width times height. Decoding costs three bytes per pixel."""
+    max_running: int | None = None
+    policies: PolicyStore | None = None
+    observation: ObservationSettings | None = None
 
     def __post_init__(self) -> None:
         if not self.model_id:

@@ -1,33 +1,45 @@
 """Answers on the wire: one JSON object, or server-sent events.
 
 Owns how an answer leaves the process and what a half-sent stream is told when something breaks. Knows nothing
-of prompts or of the engine's insides: it pulls token chunks and sends what the parser makes of them.
+of prompts, of protocols or of the engine's insides: it pulls token chunks, shows them to the policies' watchers, and
+sends what the parser makes of them.
 
 Nothing is held back: every engine chunk is written, as one write, before the next one is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from aiohttp import web
-from deepseek_recipe import ChatCompletionChunk, ChatCompletionResponse
 
 from deskfleet.endpoint import GenerateRequest, TokenChunk, TokenEngine
 from deskfleet.errors import EngineError
 from deskfleet.gateway.failures import Failure
-from deskfleet.gateway.metrics import GatewayMetrics
 from deskfleet.gateway.protocol import AnswerParser
 
-OPEN_STREAM: web.RequestKey[web.StreamResponse] = web.RequestKey("open_stream", web.StreamResponse)
+
+class OpenStream(NamedTuple):
+    """A stream whose headers are sent, and whoever knows how its protocol spells an error."""
+
+    response: web.StreamResponse
+    parser: AnswerParser
+
+
+OPEN_STREAM: web.RequestKey[OpenStream] = web.RequestKey("open_stream", OpenStream)
 """The event stream a request has begun to answer with: from then on errors are events, not statuses."""
+
+Watch = Callable[[TokenChunk], TokenChunk]
+"""A policy's look at a chunk. What it returns with a finish reason ends the answer."""
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect events into blocks
 }
+_CUT_SHORT = "the engine stopped answering before the end"
 
 
 @asynccontextmanager
@@ -45,58 +57,63 @@ async def generating(
 
 
 async def stream_answer(
-    request: web.Request, tokens: AsyncIterator[TokenChunk], parser: AnswerParser, metrics: GatewayMetrics
+    request: web.Request,
+    tokens: AsyncIterator[TokenChunk],
+    parser: AnswerParser,
+    watchers: Sequence[Watch] = (),
 ) -> web.StreamResponse:
     """Send the answer as events. They begin with the first token, so that errors before it have a status."""
     response: web.StreamResponse | None = None
     async for chunk in tokens:
-        metrics.count_chunk(chunk)
+        for watch in watchers:
+            chunk = watch(chunk)
         events = parser.push(chunk)
         if response is None:
-            response = await _open(request)
+            response = await _open(request, parser)
         if events:
-            await response.write(_encode_events(events))
+            await response.write(parser.encode(events))
         if parser.finished:
             break
     if response is None or not parser.finished:
-        raise EngineError("the engine stopped answering before the end")
-    await response.write(f"data: {ChatCompletionResponse.sse_done_data()}\n\n".encode())
+        raise EngineError(_CUT_SHORT)
+    if rest := parser.end():
+        await response.write(rest)
     await response.write_eof()
     return response
 
 
 async def whole_answer(
-    tokens: AsyncIterator[TokenChunk], parser: AnswerParser, metrics: GatewayMetrics
+    tokens: AsyncIterator[TokenChunk],
+    parser: AnswerParser,
+    watchers: Sequence[Watch] = (),
 ) -> web.Response:
-    """Send the answer as one chat.completion object."""
+    """Send the answer as one object."""
     answer = parser.whole_answer()
     async for chunk in tokens:
-        metrics.count_chunk(chunk)
+        for watch in watchers:
+            chunk = watch(chunk)
         answer.add(parser.push(chunk))
         if parser.finished:
             break
     if not parser.finished:
-        raise EngineError("the engine stopped answering before the end")
+        raise EngineError(_CUT_SHORT)
     return web.Response(text=answer.to_json(), content_type="application/json")
 
 
-async def fail_stream(response: web.StreamResponse, failure: Failure) -> web.StreamResponse:
+async def fail_stream(stream: OpenStream, failure: Failure) -> web.StreamResponse:
     """Tell a client whose stream is open what went wrong, then end the stream and the connection."""
+    response = stream.response
     response.force_close()
-    await response.write(b"data: " + failure.to_json() + b"\n\n")
+    await response.write(stream.parser.fail(failure))
     await response.write_eof()
     return response
 
 
-async def _open(request: web.Request) -> web.StreamResponse:
+async def _open(request: web.Request, parser: AnswerParser) -> web.StreamResponse:
     response = web.StreamResponse(headers=_HEADERS)
     await response.prepare(request)
-    request[OPEN_STREAM] = response
+    request[OPEN_STREAM] = OpenStream(response, parser)
     return response
 
 
-def _encode_events(chunks: Iterable[ChatCompletionChunk]) -> bytes:
-    return "".join([f"data: {chunk.to_json()}\n\n" for chunk in chunks]).encode()
-
-
-__all__ = ["OPEN_STREAM", "fail_stream", "generating", "stream_answer", "whole_answer"]
+__all__ = ["OPEN_STREAM", "OpenStream", "Watch", "fail_stream", "generating", "stream_answer", "whole_answer"]

@@ -21,6 +21,7 @@ from deskfleet.errors import CheckpointError, ConfigError
 from deskfleet.model.checkpoint import CONFIG_NAME, INDEX_NAME
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.config_keys import MODEL_TYPE, parse_json_object
+from deskfleet.model.embedded import embedded_name
 from deskfleet.model.names import expected_tensors
 from deskfleet.model.published import published_config_dict
 from deskfleet.model.shard_file import ShardHeader, read_shard_header
@@ -182,7 +183,7 @@ def _measured(
     experts = next(group for group in groups if group.name == "routed experts")
     return replace(
         blueprint,
-        name=found.directory.name,
+        name=embedded_name(found.directory) or found.directory.name,
         weight_format=_weight_format(found.weights),
         expert_bits=8 * experts.num_bytes / experts.num_weights,
         origin=f"the headers of {found.num_files} files in {found.directory}",

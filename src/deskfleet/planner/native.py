@@ -1,7 +1,8 @@
 """What a rank of the native engine needs, line by line, and how that compares with what a rank reported.
 
-Owns how that engine holds a checkpoint's tensors: its CPU reference decodes weights to float64. Array lines are exact
-(`TensorLine`); the process around them was measured once (`Runtime`). Imports no engine, so the two are independent.
+Owns how that engine holds a checkpoint's tensors: FP8 weights as bf16, which has all their values, the rest as stored.
+Array lines are exact (`TensorLine`); the process around them was measured once (`Runtime`). Imports no engine, so the two
+are independent.
 
 What one step needs besides is not here: it depends on the batch, and the engine sets no bound to it yet.
 """
@@ -18,7 +19,7 @@ from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.layout import ShardPlan
 from deskfleet.model.limits import RunnerLimits
 from deskfleet.model.memory import RankMemory, TensorLine
-from deskfleet.model.names import DELIMITERS, TensorClass, TensorSpec
+from deskfleet.model.names import TensorClass, TensorSpec
 from deskfleet.planner.budget import BudgetLine
 from deskfleet_engram.native import NativeOptions
 from deskfleet_engram.row_cache import PROCESS_CACHE_BYTES
@@ -44,7 +45,7 @@ class Runtime:
 
 
 RUNTIME = Runtime(
-    process_bytes=249 * MIB,
+    process_bytes=250 * MIB,
     collectives_bytes=1 * MIB,
     leader_bytes=4 * MIB,
     tokenizer_bytes=1140,
@@ -53,15 +54,14 @@ RUNTIME = Runtime(
 )
 
 _ON_DISK = re.compile(r".*\.engram\.embed\.\w+")
-_AS_BF16 = re.compile(rf"(.*\.)?embed\.weight|{'|'.join(DELIMITERS)}")
-_AS_FLOAT32 = re.compile(r".*norm\d?\.weight|.*\.gate\.bias(_vl)?|.*\.attn_sink")
+_AS_FLOAT32 = re.compile(r".*norm\d?\.weight|.*\.gate\.bias(_vl)?|.*\.attn_sink|.*\.engram\.q_weight")
 _EXPERTS = ".ffn.experts."
 
 _WEIGHT_LINES = {
-    TensorClass.routed_expert: (TensorLine.routed_experts, "routed experts whole, FP4 decoded"),
+    TensorClass.routed_expert: (TensorLine.routed_experts, "routed experts whole, FP4 as stored"),
     TensorClass.dense: (
         TensorLine.dense,
-        "attention by group, the rest of the layers on every rank, FP8 decoded",
+        "attention by group, the rest of the layers on every rank, FP8 as bf16",
     ),
     TensorClass.other: (TensorLine.vocabulary, "embedding and head by token, padded to equal shares"),
     TensorClass.draft: (TensorLine.draft, "the draft stages, because drafts are served"),
@@ -101,12 +101,14 @@ def native_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Tensors alike, of one layer, that a rank holds: `count` of `num_values` each, at `value_bytes` in memory."""
+    """Tensors alike, of one layer, that a rank holds: `count` of `num_values` each, in rows of `width`, at `value_bytes` in
+    memory. A value of FP4 is a byte, which holds two numbers."""
 
     tensor_class: TensorClass
     dtype: str
     count: int
     num_values: int
+    width: int
     value_bytes: int
 
 
@@ -128,22 +130,27 @@ def _held_tensors(plan: ShardPlan, rank: int, *, with_drafts: bool) -> list[_Hel
             count = len(plan.draft_expert_range(rank) if is_draft else plan.expert_range(rank))
         else:
             shape = plan.shard(name, rank).local_shape
-        num_values = math.prod(shape) * (2 if spec.dtype == "I8" else 1)
-        all_held.append(_Held(spec.tensor_class, spec.dtype, count, num_values, value_bytes))
+        all_held.append(_Held(spec.tensor_class, spec.dtype, count, math.prod(shape), shape[-1], value_bytes))
     return all_held
 
 
 def _value_bytes(name: str, spec: TensorSpec) -> int:
     """Bytes of one value in a rank's memory; 0 for what goes into another tensor or stays on disk."""
-    if spec.dtype == "F8_E8M0" or _ON_DISK.fullmatch(name) or name.endswith(".engram.k_weight"):
-        return 0  # scales are multiplied in, and so are the two gate weights with each other
-    if _AS_BF16.fullmatch(name):
-        return 2
-    return 4 if _AS_FLOAT32.fullmatch(name) else 8
+    if _ON_DISK.fullmatch(name) or name.endswith(".engram.k_weight"):
+        return 0  # the two gate weights are multiplied with each other
+    if spec.dtype == "F8_E8M0":
+        return 1 if _EXPERTS in name else 0  # the scales of FP8 are multiplied in
+    if spec.dtype == "I8":
+        return 1
+    return 4 if spec.dtype == "F32" or _AS_FLOAT32.fullmatch(name) else 2
 
 
-_PARTS_BYTES = {"F8_E4M3": 1 + 8 + 8, "I8": 8 + 8 + 8, "BF16": 2 + 4, "F32": 4}
-"""What lies beside a decoded value while it is made: codes, halves of a byte, values before and scales as wide."""
+_PARTS_BYTES = {"F8_E4M3": 1, "I8": 0, "F8_E8M0": 0, "BF16": 2, "F32": 0}
+"""What lies beside a value while it is made: its code, or what it was read as."""
+
+_DECODED_AT_ONCE = 1 << 13  # values of FP8, but never less than the rows that share a scale
+_SCALE_ROWS = 32
+_DECODED_BYTES = 8 + 8 + 8  # values before and scales as float64, and their product
 
 
 def _weight_lines(all_held: Sequence[_Held]) -> Iterator[BudgetLine]:
@@ -158,7 +165,7 @@ def _weight_lines(all_held: Sequence[_Held]) -> Iterator[BudgetLine]:
             sum(size * count for size, count in counts.items()),
             "persistent",
             " + ".join(f"{count:,} x {size} B" for size, count in counts.items()),
-            f"{reason}; sums are exact in float64 (8 B)",
+            reason,
         )
 
 
@@ -167,9 +174,13 @@ def _loading_line(all_held: Sequence[_Held]) -> BudgetLine:
     stacked_bytes = decoded_bytes = 0
     for held in all_held:
         if held.dtype == "I8":
-            # w1, w3 and w2 are alike in size; the first two of each expert lie apart until they are stacked.
-            stacked_bytes = max(stacked_bytes, 2 * held.count * held.num_values * held.value_bytes)
-        decoded_bytes = max(decoded_bytes, held.num_values * _PARTS_BYTES[held.dtype])
+            # w1, w3 and w2 are alike in size; the first two of each expert lie apart until they are stacked, with a scale
+            # for 16 bytes.
+            stacked_bytes = max(stacked_bytes, 2 * held.count * (held.num_values + held.num_values // 16))
+        parts_bytes = held.num_values * _PARTS_BYTES[held.dtype]
+        if held.dtype == "F8_E4M3":
+            parts_bytes += max(_DECODED_AT_ONCE, _SCALE_ROWS * held.width) * _DECODED_BYTES
+        decoded_bytes = max(decoded_bytes, parts_bytes)
     return BudgetLine(
         "load.decoding",
         "workspace",
@@ -230,14 +241,14 @@ def _cache_lines(plan: ShardPlan, limits: RunnerLimits, *, with_drafts: bool) ->
 
 def _buffer_lines(plan: ShardPlan, *, with_drafts: bool) -> Iterator[BudgetLine]:
     config = plan.config
-    tables = 2 + len(config.kv_source_layer_ids) + with_drafts
+    tables = 2 + with_drafts
     yield BudgetLine(
         TensorLine.rope,
         "workspace",
         tables * config.qk_rope_head_dim // 2 * 4,
         "persistent",
         f"{tables} tables x {config.qk_rope_head_dim // 2} x 4 B",
-        "rotary frequencies: two of the backbone, one of each source, one of the drafts",
+        "rotary frequencies: two of the backbone, one of the drafts",
     )
     layers, columns = len(config.engram_layer_ids), config.engram_num_columns
     if layers:

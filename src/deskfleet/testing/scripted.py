@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deskfleet.endpoint import (
+    EngineHealth,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -30,7 +31,8 @@ class Script:
 
     `chunk_sizes` says how many ids each chunk carries, its last entry repeated. `first_delay_s` passes before
     the first chunk and `delay_s` before every later one. With `failure`, that exception is raised once
-    `fail_after` ids have been sent, and the engine is dead if it is an EngineError.
+    `fail_after` ids have been sent, and the engine is dead if it is an EngineError and `is_deadly`. With `cut_after`
+    the answer just ends once so many ids have been sent, without a finish reason; 0 is an empty answer.
     """
 
     token_ids: tuple[int, ...]
@@ -40,6 +42,8 @@ class Script:
     delay_s: float = 0.0
     failure: Exception | None = None
     fail_after: int = 0
+    is_deadly: bool = True
+    cut_after: int | None = None
 
     def chunks(self, limit: int) -> list[tuple[int, ...]]:
         """Return the first `limit` ids in chunks. Never empty: an answer without ids is one empty chunk."""
@@ -58,6 +62,9 @@ class ScriptedEngine:
 
     `num_tokens_per_image` is what the engine claims an image's span to be, placeholder included. A request's
     max_tokens is obeyed; sampling is not looked at. Log probabilities are invented from the ids.
+
+    `health` returns `rank_health`, None unless a test sets it. A test may also count steps up (`num_steps`) that no
+    chunk comes of, as those of a long prompt.
     """
 
     def __init__(
@@ -72,9 +79,11 @@ class ScriptedEngine:
         self._num_tokens_per_image = num_tokens_per_image
         self._failure: str | None = None
         self._num_running = self._num_finished = self._num_cancelled = 0
-        self._num_prompt_tokens = self._num_generated_tokens = self._num_steps = 0
+        self._num_prompt_tokens = self._num_generated_tokens = 0
         self._answers: list[AsyncIterator[TokenChunk]] = []
+        self.num_steps = 0
         self.requests: list[GenerateRequest] = []
+        self.rank_health: EngineHealth | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -100,12 +109,21 @@ class ScriptedEngine:
         """Die between requests."""
         self._failure = sentence
 
+    async def health(self) -> EngineHealth | None:
+        """Return what the test says of the ranks."""
+        return self.rank_health
+
+    async def abandon(self, reason: str) -> None:
+        """Die because whoever watches has given up."""
+        if self._failure is None:
+            self._failure = reason
+
     async def stats(self) -> EngineStats:
         """Return current counters. Raises EngineError when the engine is dead."""
         if self._failure is not None:
             raise EngineError(self._failure)
         return EngineStats(
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             num_running=self._num_running,
             num_finished=self._num_finished,
             num_cancelled=self._num_cancelled,
@@ -133,14 +151,16 @@ class ScriptedEngine:
                 await asyncio.sleep(script.delay_s if num_sent else script.first_delay_s)
                 if script.failure is not None and num_sent >= script.fail_after:
                     raise script.failure
+                if script.cut_after is not None and num_sent >= script.cut_after:
+                    return
                 num_sent += len(chunk.token_ids)
-                self._num_steps += 1
+                self.num_steps += 1
                 self._num_generated_tokens += len(chunk.token_ids)
                 ended = chunk.finish_reason is not None
                 yield chunk
         except DeskfleetError as error:
             ended = True
-            if isinstance(error, EngineError):
+            if isinstance(error, EngineError) and script.is_deadly:
                 self._failure = error.message
             raise
         finally:

@@ -46,13 +46,13 @@ class Attention:
 
     def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x bf16 [T, M] -> rotated queries [T, H_local, D] and the normalised low-rank query [T, Q]."""
-        low_rank = ops.rms_norm(ops.quantized_linear(x, self.wq_a), self.q_norm, self.config.rms_norm_eps)
+        low_rank = ops.normed_linear(x, self.wq_a, self.q_norm, self.config.rms_norm_eps)
         query = ops.quantized_linear(low_rank, self.wq_b).unflatten(-1, (-1, self.config.head_dim))
         return ops.apply_rope(query, *rope), low_rank
 
     def window_records(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Keys/values of bf16 [T, M] as window records [T, bytes]: normalised, rotated, quantised over all D dims."""
-        latent = ops.rms_norm(ops.quantized_linear(x, self.wkv), self.kv_norm, self.config.rms_norm_eps)
+        latent = ops.normed_linear(x, self.wkv, self.kv_norm, self.config.rms_norm_eps)
         return ops.WINDOW.pack(ops.apply_rope(latent, *rope))
 
     def core(
@@ -78,8 +78,8 @@ class Attention:
         rows, index = ops.WINDOW.unpack(records), window.index
         pages = step.cache.windows[layer.index]
         # This step's last rows may take the pages of rows that its first ones still see: read before writing.
-        seen = torch.cat((ops.WINDOW.unpack(pages[window.previous]), rows))
-        pages[window.write_pages] = records[window.write_rows]
+        seen = torch.cat((ops.WINDOW.unpack_rows(pages, window.previous), rows))
+        ops.write_rows(pages, window.write_pages, records, window.write_rows)
         if self.compressor is not None:
             self.compressor(x, step)
         if layer.starts_decoder and step.tail is not None and step.batch.tail is not None:

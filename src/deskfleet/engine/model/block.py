@@ -25,18 +25,18 @@ class HyperConnection:
 
     def __init__(self, config: ModelConfig, name: str, reader: ShardReader) -> None:
         self.config = config
-        self.fn = reader.wide(f"{name}_fn")  # ((2+C)·C, C·M)
-        self.base = reader.wide(f"{name}_base")
-        self.scale = reader.wide(f"{name}_scale")
+        self.fn = reader.matrix(f"{name}_fn")  # ((2+C)·C, C·M)
+        self.base = reader.matrix(f"{name}_base")
+        self.scale = reader.matrix(f"{name}_scale")
 
     def __call__(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """stream bf16 [T, C, M] -> pre [T, C], post [T, C], comb [T, C, C], float32."""
-        mixes = ops.hc_mixes(stream, self.fn, self.config.rms_norm_eps)
-        return ops.hc_split(
-            mixes,
+        return ops.hc_weights(
+            stream,
+            self.fn,
             self.scale,
             self.base,
-            copies=self.config.hc_mult,
+            norm_eps=self.config.rms_norm_eps,
             iterations=self.config.hc_sinkhorn_iters,
             eps=self.config.hc_eps,
         )
@@ -71,14 +71,14 @@ class Block:
         With `kept` int64 [T'], `attend` returns those rows alone, and only they go on.
         """
         prefix, eps = self.layer.prefix, self.config.rms_norm_eps
-        attn_in = ops.rms_norm(ops.hc_collapse(stream, pre), self.attn_norm, eps)
+        attn_in = ops.hc_collapse_norm(stream, pre, self.attn_norm, eps)
         if kept is not None:
             stream = stream[kept]
         attn_pre, attn_post, attn_comb = self.hc_attn(stream)
         stream = ops.hc_expand(attend(attn_in), stream, attn_post, attn_comb)
         ffn_pre, ffn_post, ffn_comb = self.hc_ffn(stream)
         # The attention's pre mix, on the stream that attention has updated: pre mixes lag one sub-layer.
-        ffn_in = ops.rms_norm(ops.hc_collapse(stream, attn_pre), self.ffn_norm, eps)
+        ffn_in = ops.hc_collapse_norm(stream, attn_pre, self.ffn_norm, eps)
         ffn_out = self.moe(ffn_in, image_mask)
         stream = ops.hc_expand(ffn_out, stream, ffn_post, ffn_comb)
         record(f"{prefix}.attn_in", attn_in)
@@ -92,11 +92,12 @@ class Block:
         """Run a backbone layer. The first decoder layer leaves the rows of `step.tail`, when there is one."""
         step.record(f"{self.layer.prefix}.h_in", stream)
         tail = step.tail if self.layer.starts_decoder else None
+        batch = (tail or step).batch
         return self.forward(
             stream,
             pre,
             lambda x: self.attention(x, step),
-            (tail or step).batch.image_mask,
+            batch.image_mask if batch.has_images else None,
             step.record,
             None if tail is None or step.batch.tail is None else step.batch.tail.rows,
         )

@@ -25,23 +25,22 @@ class Compressor:
         self.config = config
         self.layer = layer
         self.ratio = layer.compress_ratio
-        self.wkv = reader.wide(f"{prefix}.compressor.wkv.weight")
-        self.wgate = reader.wide(f"{prefix}.compressor.wgate.weight") if self.ratio > 1 else None
+        self.wkv = reader.matrix(f"{prefix}.compressor.wkv.weight")
+        self.wgate = reader.matrix(f"{prefix}.compressor.wgate.weight") if self.ratio > 1 else None
         self.norm = reader.f32(f"{prefix}.compressor.norm.weight")
-        self.wk = reader.wide(f"{prefix}.indexer.wk.weight")
+        self.wk = reader.matrix(f"{prefix}.indexer.wk.weight")
         self.k_norm = reader.f32(f"{prefix}.indexer.k_norm.weight")
-        self.rope = yarn_table(config)
 
     def __call__(self, x: Tensor, step: Step) -> None:
         """x bf16 [T, M]: write the entries and index keys that this step completes."""
         index = step.batch.compression[self.ratio]
         latent = self.latents(x, step)
-        rope = self.rope.rows(index.entry_positions)
+        rope = step.entry_rope[self.ratio]
         source = self.layer.index
         keys = self.index_keys(latent, rope)
         entries = ops.ENTRY.pack(ops.apply_rope(latent, *rope))
-        step.cache.index_keys[source][index.entry_pages] = keys[index.own]
-        step.cache.entries[source][index.entry_pages] = entries[index.own]
+        ops.write_rows(step.cache.index_keys[source], index.entry_pages, keys, index.own)
+        ops.write_rows(step.cache.entries[source], index.entry_pages, entries, index.own)
         step.record(f"{self.layer.prefix}.latent", latent)
         step.record(f"{self.layer.prefix}.index_k", keys)
         step.record(f"{self.layer.prefix}.entries", entries)
@@ -57,9 +56,9 @@ class Compressor:
             (self.wkv, step.cache.open_values[source]),
             (self.wgate, step.cache.open_gates[source]),
         ):
-            rows = ops.linear_partial(x, weight).to(torch.float32)
+            rows = ops.linear_f32(x, weight)
             pooled_inputs.append(torch.cat((state[index.open_rows], rows))[index.members])
-            state[index.open_write_state] = rows[index.open_write_rows]
+            ops.write_rows(state, index.open_write_state, rows, index.open_write_rows)
         return ops.rms_norm(ops.compress_pairs(*pooled_inputs), self.norm, eps)
 
     def index_keys(self, latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ class DraftStep:
     def _attend(self, attention: Attention, x: Tensor) -> Tensor:
         query, low_rank = attention.queries(x, self.rope)
         rows = ops.WINDOW.unpack(attention.window_records(x, self.rope))  # temporary: no page is theirs
-        committed = ops.WINDOW.unpack(self.cache.windows[attention.layer.index][self.pages])
+        committed = ops.WINDOW.unpack_rows(self.cache.windows[attention.layer.index], self.pages)
         sources = [(committed, self.context), (rows, self.own_block)]
         output, attended = attention.core(query, sources, self.rope)
         prefix = attention.layer.prefix
@@ -103,7 +103,7 @@ class DraftModel:
         self.norm = reader.f32(f"{last}.norm.weight")
         markov = f"{last}.markov_head"
         self.markov = VocabularyShard(config, reader, comm, f"{markov}.embed.weight", f"{markov}.head.weight")
-        self.confidence = reader.wide(f"{last}.confidence_head.proj.weight")
+        self.confidence = reader.matrix(f"{last}.confidence_head.proj.weight")
         self.rope = RopeTable.local(config.qk_rope_head_dim, config.rope_theta)
 
     def commit(self, taps: Tensor, batch: Batch, cache: PagedCache, recorder: Recorder | None = None) -> None:
@@ -113,17 +113,18 @@ class DraftModel:
         draft sees them.
         """
         rows, pages = batch.window.write_rows, batch.window.write_pages
-        projected = ops.quantized_linear(taps[rows], self.main_proj)
-        main = ops.rms_norm(projected, self.main_norm, self.config.rms_norm_eps)
+        seen = taps[rows]
+        main = ops.normed_linear(seen, self.main_proj, self.main_norm, self.config.rms_norm_eps)
         if recorder is not None:
-            recorder("mtp.main_proj_out", projected)
+            recorder("mtp.main_proj_out", ops.quantized_linear(seen, self.main_proj))
             recorder("mtp.main_x", main)
         rope = self.rope.rows(batch.positions[rows])
+        own = torch.arange(len(rows))
         for block in self.blocks:
             keys = block.attention.window_records(
                 main, rope
             )  # no attn_norm and no mixing on the context side
-            cache.windows[block.layer.index][pages] = keys
+            ops.write_rows(cache.windows[block.layer.index], pages, keys, own)
 
     def propose(
         self,
@@ -154,18 +155,20 @@ class DraftModel:
     ) -> DraftStep:
         """Indices of one block per anchor."""
         length, size = self.config.dspark_block_size, self.config.sliding_window
-        row_positions = torch.tensor([a.position for a in anchors])[:, None] + torch.arange(length)
+        positions = np.array([a.position for a in anchors])[:, None] + np.arange(length)
         pages, context, offset = [], [], 0
         for anchor in anchors:
             seen = _last_positions(anchor.position, size, anchor.window_from)
-            pages.append(tables.window_rows(anchor.slot, seen[seen >= 0]))
-            context.append(np.where(seen >= 0, offset + np.cumsum(seen >= 0) - 1, -1))
+            is_there = seen >= 0
+            pages.append(tables.window_rows(anchor.slot, seen[is_there]))
+            context.append(np.where(is_there, offset - 1 + np.cumsum(is_there), -1))
             offset += len(pages[-1])
+        own_block = np.arange(positions.size).reshape(-1, length)
         return DraftStep(
-            rope=self.rope.rows(row_positions.flatten()),
+            rope=self.rope.rows(torch.from_numpy(positions.reshape(-1))),
             pages=torch.from_numpy(np.concatenate(pages)),
-            context=torch.from_numpy(np.stack(context)).repeat_interleave(length, 0),
-            own_block=torch.arange(row_positions.numel()).view(-1, length).repeat_interleave(length, 0),
+            context=torch.from_numpy(np.repeat(context, length, 0)),
+            own_block=torch.from_numpy(np.repeat(own_block, length, 0)),
             cache=cache,
             record=recorder or _ignore,
         )
@@ -173,16 +176,16 @@ class DraftModel:
     def _decode_chain(self, x: Tensor, token_ids: Tensor, choose: Choose) -> Proposal:
         """x bf16 [B, n, M]: each position's logits take the bias of the token drafted before it."""
         base = self.vocabulary.logits(ops.rms_norm(x, self.norm, self.config.rms_norm_eps))
-        previous, drafts, logits, confidence = token_ids, [], [], []
+        previous, drafts, logits, embedded = token_ids, [], [], []
         for place in range(x.shape[1]):
-            embedded = self.markov.embed(previous)  # bf16 (B, markov rank)
-            biased = base[:, place] + self.markov.logits(embedded)
-            joint = torch.cat((x[:, place], embedded), -1)
-            confidence.append(ops.linear_partial(joint, self.confidence).to(torch.float32)[:, 0])
+            embedded.append(self.markov.embed(previous))  # bf16 (B, markov rank)
+            biased = base[:, place] + self.markov.logits(embedded[-1])
             previous = choose(place, biased)
             drafts.append(previous)
             logits.append(biased)
-        return Proposal(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+        joint = torch.cat((x, torch.stack(embedded, 1)), -1)
+        confidence = ops.linear_f32(joint, self.confidence)[..., 0]
+        return Proposal(torch.stack(drafts, 1), torch.stack(logits, 1), confidence)
 
 
 def _last_positions(anchor: int, size: int, window_from: int) -> np.ndarray:

@@ -19,7 +19,6 @@ from deskfleet.endpoint import EngramStats
 from deskfleet.engine import ops
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.step import Step
-from deskfleet.engine.ops.quant import e8m0_to_float
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
@@ -138,8 +137,8 @@ class Engram:
         self.tables = tables
         self.store = tables.stores.get(layer.index)
         self.wkv = reader.fp8(f"{prefix}.wkv")
-        q_weight, k_weight = reader.wide(f"{prefix}.q_weight"), reader.wide(f"{prefix}.k_weight")
-        self.gate_weight = (q_weight * k_weight).to(torch.float32).to(torch.float64)  # (C, M)
+        q_weight, k_weight = reader.matrix(f"{prefix}.q_weight"), reader.matrix(f"{prefix}.k_weight")
+        self.gate_weight = (q_weight.to(torch.float64) * k_weight).to(torch.float32)  # (C, M)
 
     def request(self, engram_ids: np.ndarray) -> RowRequest:
         """Ask the disk for this rank's columns of ids int64 [T, Engram layers, columns]. Raises EngineError.
@@ -174,10 +173,8 @@ class Engram:
         except EngramError as error:
             raise self._failure(error) from error
         self.tables.wait_s += time.monotonic() - begin
-        scales = torch.from_numpy(request.scales)
-        values = torch.from_numpy(request.codes).view(torch.float8_e4m3fn).to(torch.float64)
-        local = values * e8m0_to_float(scales).repeat_interleave(_SCALE_BLOCK, -1)
-        parts = self.comm.all_gather(local.to(torch.bfloat16))  # (T, h, D) each
+        local = ops.decode_fp8_rows(torch.from_numpy(request.codes), torch.from_numpy(request.scales))
+        parts = self.comm.all_gather(local)  # (T, h, D) each
         return torch.cat(parts, 1)[:, self.column_order]
 
     def _failure(self, error: EngramError) -> EngineError:

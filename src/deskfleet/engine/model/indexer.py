@@ -30,7 +30,7 @@ class Indexer:
         self.layer = layer
         self.source = layer.kv_source
         self.wq_b = reader.fp8(f"{prefix}.wq_b")  # (Hᵢ * Dᵢ, Q)
-        self.weights_proj = reader.wide(f"{prefix}.weights_proj.weight")  # (Hᵢ, M)
+        self.weights_proj = reader.matrix(f"{prefix}.weights_proj.weight")  # (Hᵢ, M)
         self.weight_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
     def __call__(self, x: Tensor, low_rank: Tensor, step: Step) -> Tensor:
@@ -45,7 +45,8 @@ class Indexer:
         raw_weights = ops.linear(x, self.weights_proj)
         step.record(f"{self.layer.prefix}.index_weights_raw", raw_weights)
         weights = raw_weights * self.weight_scale
-        picks, candidates = [], []
+        picks: list[Tensor] = []
+        candidates: list[Tensor | None] = []
         for number in range(len(step.batch.segments)):
             rows = slice(step.batch.row_starts[number], step.batch.row_starts[number + 1])
             chosen, blocks = self._rank(number, query[rows], weights[rows], visible[rows], step)
@@ -53,12 +54,12 @@ class Indexer:
             candidates.append(blocks)
         if self.layer.is_candidate_source:
             step.candidates = candidates
-        return torch.cat(picks)
+        return _joined(picks)
 
     def _rank(
         self, number: int, query: Tensor, weights: Tensor, visible: Tensor, step: Step
-    ) -> tuple[Tensor, Tensor]:
-        """Picks int64 [n, L] and, at the candidate source, candidate blocks int64 [n, K] of one segment.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Picks int64 [n, L] and, at the candidate source, candidate blocks int64 [n, K] of one segment, unless all are.
 
         A few rows at a time: scores of a long prefix must not decide how much memory a step takes.
         """
@@ -66,22 +67,25 @@ class Indexer:
         keys, numbers = step.index_keys(self.source, number, count)
         size = max(_SCORES_PER_CHUNK // max(count, 1), 1)
         picks, candidates, recorded = [], [], []
+        narrows = self.layer.is_candidate_source and self._leaves_out(count, step)
+        allowed = None
+        if self.layer.uses_candidates and step.candidates is not None:
+            allowed = step.candidates[number]
+        block = self.config.candidate_block_size
         for start in range(0, len(query), size):
             rows = slice(start, start + size)
-            scores = ops.index_scores(query[rows], weights[rows], keys)
-            scores = scores.masked_fill(numbers >= visible[rows, None], -torch.inf)
-            if self.layer.is_candidate_source:
+            among = None if allowed is None else allowed[rows]
+            scores = ops.index_scores(
+                query[rows], weights[rows], keys, numbers, visible[rows], among, block=block
+            )
+            if narrows:
                 candidates.append(self._candidates(scores, numbers, visible[rows], step))
-            if self.layer.uses_candidates and step.candidates is not None:
-                block = self.config.candidate_block_size
-                allowed = ops.block_mask(step.candidates[number][rows], count, block=block)
-                scores = scores.masked_fill(~allowed[:, numbers], -torch.inf)
             picks.append(_best(scores, numbers, self.config.index_topk, step.dcp))
             if step.recorder is not None:
                 recorded.append(scores)
         if recorded:
             step.record(f"{self.layer.prefix}.index_scores", torch.cat(recorded))
-        return torch.cat(picks), torch.cat(candidates) if candidates else torch.empty(0)
+        return _joined(picks), _joined(candidates) if candidates else None
 
     def _candidates(self, scores: Tensor, numbers: Tensor, visible: Tensor, step: Step) -> Tensor:
         """Candidate blocks int64 [n, K]; a block's entries lie on one rank (limits.py sees to it)."""
@@ -95,10 +99,14 @@ class Indexer:
         most = int(visible.max())
         if step.recorder is not None or most > self.config.index_topk:
             return False
-        blocks = -(-most // self.config.candidate_block_size)
         if self.layer.is_candidate_source:
-            return blocks <= self.config.candidate_topk_blocks
+            return not self._leaves_out(most, step)
         return not (self.layer.uses_candidates and step.candidates is not None)
+
+    def _leaves_out(self, count: int, step: Step) -> bool:
+        """Whether some of `count` entries may be no candidates; to a recorder all are shown."""
+        blocks = -(-count // self.config.candidate_block_size)
+        return step.recorder is not None or blocks > self.config.candidate_topk_blocks
 
 
 def _best(scores: Tensor, numbers: Tensor, count: int, dcp: Communicator) -> Tensor:
@@ -108,13 +116,13 @@ def _best(scores: Tensor, numbers: Tensor, count: int, dcp: Communicator) -> Ten
     all.
     """
     chosen = _padded(ops.top_positions(scores, count), count)
+    if dcp.size == 1:  # which has all numbers, from 0 on
+        return chosen
     absent = chosen < 0
     if len(numbers) == 0:
         best = chosen
     else:
         best = numbers[chosen.clamp_min(0)].masked_fill(absent, -1)
-    if dcp.size == 1:
-        return best
     # Finite on the way: what is sent between ranks is checked for that in the tests, and the order stays the same.
     limit = torch.finfo(torch.float32).max
     own = torch.full(chosen.shape, -limit)
@@ -127,8 +135,13 @@ def _best(scores: Tensor, numbers: Tensor, count: int, dcp: Communicator) -> Ten
     return all_numbers.gather(1, merged.clamp_min(0)).masked_fill(merged < 0, -1)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _padded(chosen: Tensor, count: int) -> Tensor:
-    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
+    missing = count - chosen.shape[1]
+    return torch.nn.functional.pad(chosen, (0, missing), value=-1) if missing else chosen
 
 
 __all__ = ["Indexer"]

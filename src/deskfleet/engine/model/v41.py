@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,12 @@ class VocabularyShard:
         held = reader.plan.vocab_range(reader.rank)
         self.start, self.stop = held.start, held.stop
         self.embedding = reader.bf16(embed)  # (V_local, M)
-        self.head = reader.wide(head)  # (V_local, M)
+        self.head = reader.matrix(head)  # (V_local, M)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> bf16 [..., M]; exactly one rank contributes to each row."""
+        if self.comm.size == 1:
+            return self.embedding[token_ids]
         mine = (token_ids >= self.start) & (token_ids < self.stop)
         local = torch.where(mine, token_ids - self.start, 0)
         rows = torch.where(mine[..., None], self.embedding[local].to(torch.float32), 0.0)
@@ -43,7 +45,9 @@ class VocabularyShard:
 
     def logits(self, x: Tensor) -> Tensor:
         """bf16 [R, M] -> float32 [R, V], the same on every rank."""
-        local = ops.linear_partial(x, self.head).to(torch.float32)
+        local = ops.linear_f32(x, self.head)
+        if self.comm.size == 1:
+            return local
         return torch.cat(self.comm.all_gather(local), -1)[..., : self.vocab_size]
 
 
@@ -69,6 +73,7 @@ class V41Model:
         the global cache. Engram rows are read from `pack`, or from the published shards."""
         config = reader.plan.config
         self.config = config
+        self.num_layers_run = 0  # by all passes so far, and the one under way
         self.dcp = dcp
         self.vocabulary = VocabularyShard(config, reader, comm, "embed.weight", "head.weight")
         self.norm = reader.f32("norm.weight")
@@ -87,15 +92,19 @@ class V41Model:
     def begin(self, batch: Batch, cache: PagedCache, recorder: Recorder | None = None) -> Step:
         """Open a step over `batch`: the disk starts on its Engram rows. Raises EngineError."""
         requests = {index: engram.request(batch.engram_ids) for index, engram in self.engrams.items()}
-        tail = None
-        if batch.tail is not None:
-            tail = Step(
-                batch.tail.batch, cache, self.dcp, self._rope_rows(batch.tail.batch), recorder=recorder
-            )
-        return Step(batch, cache, self.dcp, self._rope_rows(batch), requests, recorder=recorder, tail=tail)
+        tail = None if batch.tail is None else self._step(batch.tail.batch, cache, recorder)
+        step = self._step(batch, cache, recorder)
+        return replace(step, engram_requests=requests, tail=tail)
 
-    def _rope_rows(self, batch: Batch) -> dict[bool, tuple[Tensor, Tensor]]:
-        return {yarn: table.rows(batch.positions) for yarn, table in self.rope.items()}
+    def _step(self, batch: Batch, cache: PagedCache, recorder: Recorder | None) -> Step:
+        """A step over `batch` with its rotations: those with the yarn table are made in one piece."""
+        entries = [index.entry_positions for index in batch.compression.values()]
+        positions = [batch.positions, *entries]
+        sizes = [len(part) for part in positions]
+        cos, sin = (rows.split(sizes) for rows in self.rope[True].rows(torch.cat(positions)))
+        rope = {True: (cos[0], sin[0]), False: self.rope[False].rows(batch.positions)}
+        entry_rope = dict(zip(batch.compression, zip(cos[1:], sin[1:], strict=True), strict=True))
+        return Step(batch, cache, self.dcp, rope, entry_rope, recorder=recorder)
 
     def embed(self, batch: Batch) -> Tensor:
         """bf16 [T, M]: token rows, image spans overwritten by their embeddings."""
@@ -115,6 +124,7 @@ class V41Model:
             if block.layer.is_tap:
                 taps.append(stream.to(torch.float64).mean(1).to(torch.bfloat16))
             stream, pre = block(stream, pre, step)
+            self.num_layers_run += 1
             if block.layer.starts_decoder and step.tail is not None:
                 step = step.tail
         hidden = ops.hc_collapse(stream, pre)
@@ -133,7 +143,7 @@ def enter(x: Tensor, copies: int) -> tuple[Tensor, Tensor]:
     """Start a residual stream: bf16 [T, M] on every copy, and a pre mix that reads copy 0 alone."""
     pre = torch.zeros(len(x), copies)
     pre[:, 0] = 1.0
-    return x[:, None].expand(-1, copies, -1), pre
+    return x[:, None].repeat(1, copies, 1), pre
 
 
 __all__ = ["BackboneOutput", "V41Model", "VocabularyShard", "enter"]

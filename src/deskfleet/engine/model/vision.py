@@ -22,14 +22,14 @@ class VisionTower:
 
     def __init__(self, config: VisionConfig, reader: ShardReader) -> None:
         self.config = config
-        self.patch_weight = reader.wide("vision.patch_embed.proj.weight")  # (Mᵥ, 3·14·14)
-        self.patch_bias = reader.wide("vision.patch_embed.proj.bias")
+        self.patch_weight = reader.matrix("vision.patch_embed.proj.weight")  # (Mᵥ, 3·14·14)
+        self.patch_bias = reader.matrix("vision.patch_embed.proj.bias")
         self.blocks = [
             VisionBlock(config, f"vision.blocks.{b}", reader) for b in range(config.num_hidden_layers)
         ]
         self.norm = reader.f32("vision.norm.weight")
         self.aligner = [
-            (reader.wide(f"aligner.{n}.weight"), reader.wide(f"aligner.{n}.bias")) for n in ("w1", "w2")
+            (reader.matrix(f"aligner.{n}.weight"), reader.matrix(f"aligner.{n}.bias")) for n in ("w1", "w2")
         ]
         self.delimiters = {
             SpanToken.start: reader.bf16("image_start"),
@@ -74,12 +74,15 @@ class VisionBlock:
         self.norm1 = reader.f32(f"{prefix}.norm1.weight")
         self.norm2 = reader.f32(f"{prefix}.norm2.weight")
         self.wqkv, self.wqkv_bias = (
-            reader.wide(f"{prefix}.attn.wqkv.weight"),
-            reader.wide(f"{prefix}.attn.wqkv.bias"),
+            reader.matrix(f"{prefix}.attn.wqkv.weight"),
+            reader.matrix(f"{prefix}.attn.wqkv.bias"),
         )
-        self.wo, self.wo_bias = reader.wide(f"{prefix}.attn.wo.weight"), reader.wide(f"{prefix}.attn.wo.bias")
-        self.w1 = reader.wide(f"{prefix}.mlp.w1.weight")  # gate rows, then up rows
-        self.w2 = reader.wide(f"{prefix}.mlp.w2.weight")
+        self.wo, self.wo_bias = (
+            reader.matrix(f"{prefix}.attn.wo.weight"),
+            reader.matrix(f"{prefix}.attn.wo.bias"),
+        )
+        self.w1 = reader.matrix(f"{prefix}.mlp.w1.weight")  # gate rows, then up rows
+        self.w2 = reader.matrix(f"{prefix}.mlp.w2.weight")
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """x bf16 [R, Mᵥ] -> the same shape."""
@@ -109,7 +112,7 @@ def normalise_pixels(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return (x.to(torch.float64) @ weight.T + bias).to(torch.bfloat16)
+    return (ops.linear_partial(x, weight) + bias).to(torch.bfloat16)
 
 
 def _rope_2d(height: int, width: int, config: VisionConfig) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ dequantise, and store as bf16, which is exact for every format here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -136,8 +138,28 @@ def dequantize_fp4_weight(packed: Tensor, scale_bytes: Tensor, block: int = 32) 
     return values * e8m0_to_float(scale_bytes).repeat_interleave(block, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Fp4Matrix:
+    """MXFP4 matrices as they are stored: codes uint8 [..., out, in/2], E8M0 scales uint8 [..., out, in/32]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __getitem__(self, index: int | slice) -> Fp4Matrix:
+        """One matrix of a stack, or some."""
+        return Fp4Matrix(self.codes[index], self.scales[index])
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def decode(self) -> Tensor:
+        """float64 [..., out, in]."""
+        return dequantize_fp4_weight(self.codes, self.scales)
+
+
 __all__ = [
     "FP4_MAGNITUDES",
+    "Fp4Matrix",
     "dequantize_fp4_weight",
     "dequantize_fp8_weight",
     "e2m1_codes",

@@ -57,6 +57,25 @@ class RecordFormat:
         grouped: Tensor = values.unflatten(-1, (num_scales, self.block)) * multipliers[..., None]
         return grouped.flatten(-2).to(torch.bfloat16)
 
+    def unpack_rows(self, records: Tensor, index: Tensor) -> Tensor:
+        """uint8 [R, row_bytes(D)], int64 [N] -> bf16 [N, D]: those rows."""
+        return self.unpack(records[index])
+
+    def pick(
+        self, records: Tensor, picks: Tensor, slots: Tensor, blocks: Tensor, per_block: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rows bf16 [R, D] that `picks` name, each once, and the index int64 [T, L] into them, -1 absent.
+
+        picks int64 [T, L] are numbers within the slot of each row, slots int64 [T]; number n of slot s is row n % per_block
+        of block blocks[s, n // per_block], int32 [S, B].
+        """
+        numbers = picks.clamp_min(0)
+        found = blocks[slots[:, None], numbers // per_block].to(torch.int64)
+        rows = torch.where(picks < 0, -1, found * per_block + numbers % per_block)
+        used, places = torch.unique(rows, return_inverse=True)
+        absent = int((used < 0).sum())  # 1 when any place is empty: -1 sorts first
+        return self.unpack(records[used[absent:]]), places - absent
+
 
 WINDOW = RecordFormat(quantize_fp8, 1, 32, torch.float8_e8m0fnu)
 """Window rows: FP8 E4M3 in groups of 32 with E8M0 scales, 528 bytes for 512 elements."""

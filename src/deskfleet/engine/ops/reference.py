@@ -4,18 +4,19 @@ Owns every rounding point of the forward pass. Two rules make results independen
 rank count: sums and transcendental functions are evaluated in float64, and values are rounded to float32 or
 bf16 exactly where the publisher's code stores them. A product of quantised operands is exact in float64, so
 their sums do not depend on order; for the rest the order effect (1e-16) vanishes in the rounding.
-Knows nothing of layers, caches or ranks. Weights arrive as float64 [out, in], already dequantised.
+Knows nothing of layers, caches or ranks. Weights arrive dequantised, in whatever float dtype holds them exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from deskfleet.engine.ops.quant import fake_quant_fp8
+from deskfleet.engine.ops.quant import Fp4Matrix, e8m0_to_float, fake_quant_fp8
 
+_SCALE_BLOCK = 32  # elements of a row that share an E8M0 scale
 _ATTENTION_BLOCK = 64  # the publisher's kernel walks the index list in blocks of this size (spec §N.5)
 _ROW_CHUNK = 256  # rows of attention or index scoring at a time; bounds the transient, changes no result
 _KEY_CHUNK = 8192  # index keys at a time, likewise
@@ -35,7 +36,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] @ weight[out, K]ᵀ in float64, not rounded: a rank's share of a sum."""
-    return x.to(torch.float64) @ weight.T
+    return x.to(torch.float64) @ weight.to(torch.float64).T
+
+
+def linear_f32(x: Tensor, weight: Tensor) -> Tensor:
+    """Unquantised linear that is kept in float32: [..., K] -> float32 [..., out]."""
+    return linear_partial(x, weight).to(torch.float32)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,18 +50,24 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One unquantised linear per group: bf16 [T, G, K], float64 [G, out, K] -> bf16 [T, G, out]."""
-    return _round((x.to(torch.float64).transpose(0, 1) @ weight.transpose(1, 2)).transpose(0, 1))
+    """One unquantised linear per group: bf16 [T, G, K], weight [G, out, K] -> bf16 [T, G, out]."""
+    wide = weight.to(torch.float64)
+    return _round((x.to(torch.float64).transpose(0, 1) @ wide.transpose(1, 2)).transpose(0, 1))
 
 
 def quantized_linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     """FP8/FP4 linear (spec §N.4) before its rounding: activations take FP8 in groups of 32. -> float64."""
-    return fake_quant_fp8(x).to(torch.float64) @ weight.T
+    return fake_quant_fp8(x).to(torch.float64) @ weight.to(torch.float64).T
 
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """FP8/FP4 linear: bf16 [..., K] -> bf16 [..., out]."""
     return _round(quantized_linear_partial(x, weight))
+
+
+def normed_linear(x: Tensor, weight: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """`quantized_linear` of bf16 [T, K], then `rms_norm` by norm float32 [out] -> bf16 [T, out]."""
+    return rms_norm(quantized_linear(x, weight), norm, eps)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
@@ -141,10 +153,30 @@ def hc_split(
 
 
 def hc_mixes(stream: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Raw mixes of a stream bf16 [T, C, M] with weight float64 [(2+C)·C, C·M] -> float32 (spec §5.1)."""
+    """Raw mixes of a stream bf16 [T, C, M] with weight float32 [(2+C)·C, C·M] -> float32 (spec §5.1)."""
     flat = stream.flatten(1).to(torch.float64)  # copy-major
-    product = (flat @ weight.T).to(torch.float32)
+    product = (flat @ weight.to(torch.float64).T).to(torch.float32)
     return product * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps).to(torch.float32)
+
+
+def hc_weights(
+    stream: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    *,
+    norm_eps: float,
+    iterations: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hc_split` of the `hc_mixes` of a stream bf16 [T, C, M]."""
+    mixes = hc_mixes(stream, weight, norm_eps)
+    return hc_split(mixes, scale, base, copies=stream.shape[1], iterations=iterations, eps=eps)
+
+
+def hc_collapse_norm(stream: Tensor, pre: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """`rms_norm` by norm float32 [M] of a stream's `hc_collapse`: bf16 [T, C, M] -> bf16 [T, M]."""
+    return rms_norm(hc_collapse(stream, pre), norm, eps)
 
 
 def hc_collapse(stream: Tensor, pre: Tensor) -> Tensor:
@@ -173,10 +205,21 @@ def compress_pairs(values: Tensor, gates: Tensor) -> Tensor:
     return _round((weights * values.to(torch.float64)).sum(1))
 
 
-def index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+def index_scores(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    numbers: Tensor,
+    visible: Tensor,
+    blocks: Tensor | None,
+    *,
+    block: int,
+) -> Tensor:
     """Indexer scores (spec §4.5). query bf16 [T, H, D], weights bf16 [T, H], keys bf16 [N, D] -> bf16 [T, N].
 
-    The dot product, its weighted ReLU and the sum over heads are each rounded to bf16, as the publisher does.
+    The dot product, its weighted ReLU and the sum over heads are each rounded to bf16, as the publisher does. -inf where a
+    row may not look: at keys whose number (`numbers` int64 [N], ascending) is not below `visible` int64 [T], and outside of
+    its `blocks` int64 [T, K] of `block` numbers, -1 absent, when there are any.
     """
     wide_query = query.to(torch.float64)
     rows = []
@@ -189,7 +232,11 @@ def index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
             weighted = dots * weights[i : i + _ROW_CHUNK, :, None]
             parts.append(_round(weighted.to(torch.float64).sum(1)))
         rows.append(torch.cat(parts, 1))
-    return torch.cat(rows)
+    scores = torch.cat(rows).masked_fill(numbers >= visible[:, None], -torch.inf)
+    if blocks is None:
+        return scores
+    allowed = block_mask(blocks, int(visible.max()), block=block)
+    return scores.masked_fill(~allowed[:, numbers], -torch.inf)
 
 
 def top_positions(scores: Tensor, count: int) -> Tensor:
@@ -229,12 +276,12 @@ def block_mask(blocks: Tensor, length: int, *, block: int) -> Tensor:
 def route(
     x: Tensor, weight: Tensor, bias: Tensor, *, num_chosen: int, scaling: float, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Router (spec §6.1). x bf16 [T, M], weight float64 [E, M], bias float32 [T, E] or [E].
+    """Router (spec §6.1). x bf16 [T, M], weight [E, M], bias float32 [T, E] or [E].
 
     Returns chosen experts int64 [T, K] in descending biased score (ties: lower id) and weights float32 [T, K]
     made of the *unbiased* scores.
     """
-    logits = (x.to(torch.float64) @ weight.T).to(torch.float32) / temperature
+    logits = (x.to(torch.float64) @ weight.to(torch.float64).T).to(torch.float32) / temperature
     scores = torch.sqrt(torch.nn.functional.softplus(logits.to(torch.float64))).to(torch.float32)
     chosen = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :num_chosen]
     raw = scores.gather(1, chosen).to(torch.float64)
@@ -251,12 +298,74 @@ def expert_activation(gate: Tensor, up: Tensor, limit: float, route_weight: Tens
     return activated.to(torch.bfloat16)
 
 
+def routed_experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    w13: Fp4Matrix,
+    w2: Fp4Matrix,
+    *,
+    first_expert: int,
+    limit: float,
+) -> Tensor:
+    """Experts `first_expert`.. of a routed sum (spec §6.3), float64 [T, M], not rounded: a rank's share.
+
+    x bf16 [T, M]; chosen int64 and weights float32 [T, K]; w13 [E, 2F, M], w2 [E, M, F]. Experts are added by rising
+    number; each output is rounded to bf16 before it is.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    quantized = fake_quant_fp8(x).to(torch.float64)  # once: every expert takes the same codes
+    for expert, rows, places in _by_expert(chosen):
+        local = expert - first_expert
+        if not 0 <= local < len(w13):
+            continue
+        gate, up = _round(quantized[rows] @ w13[local].decode().T).chunk(2, -1)
+        output = _down(gate, up, w2[local].decode(), limit, weights[rows, places])
+        total.index_add_(0, rows, output.to(torch.float64))
+    return total
+
+
+def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
+    """The expert that every row passes (spec §6.3): x bf16 [T, M], w13 [2F, M], w2 [M, F] -> bf16 [T, M]."""
+    gate, up = quantized_linear(x, w13).chunk(2, -1)
+    return _down(gate, up, w2, limit, None)
+
+
+def _down(gate: Tensor, up: Tensor, w2: Tensor, limit: float, route_weight: Tensor | None) -> Tensor:
+    # The route weight acts before w2: it changes the FP8 scale that w2's input takes (spec §6.3).
+    return quantized_linear(expert_activation(gate, up, limit, route_weight), w2)
+
+
+def _by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, rows, places) of every expert that int64 [T, K] names, ascending."""
+    order = torch.sort(chosen.flatten(), stable=True)
+    experts, counts = torch.unique_consecutive(order.values, return_counts=True)
+    for expert, where in zip(experts.tolist(), order.indices.split(counts.tolist()), strict=True):
+        yield expert, where // chosen.shape[1], where % chosen.shape[1]
+
+
+def add_round(total: Tensor, added: Tensor) -> Tensor:
+    """float64 [T, M] + bf16 [T, M] -> bf16 [T, M]; one rounding."""
+    return _round(total + added.to(torch.float64))
+
+
+def decode_fp8_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """Rows as they lie on disk (spec §7.4): codes uint8 [..., D], scales uint8 [..., D/32] -> bf16 [..., D]."""
+    values = codes.view(torch.float8_e4m3fn).to(torch.float64)
+    return _round(values * e8m0_to_float(scales).repeat_interleave(_SCALE_BLOCK, -1))
+
+
+def write_rows(target: Tensor, places: Tensor, source: Tensor, rows: Tensor) -> None:
+    """target[places] = source[rows], for int64 [M] twice; places are different."""
+    target[places] = source[rows]
+
+
 def engram_gate(
     stream: Tensor, key: Tensor, value: Tensor, weight: Tensor, alive: Tensor, eps: float
 ) -> Tensor:
     """Add the gated Engram value to each copy (spec §7.5).
 
-    stream bf16 [T, C, M], key bf16 [T, C, M], value bf16 [T, M], weight float64 [C, M] (q·k), alive bool [T]
+    stream bf16 [T, C, M], key bf16 [T, C, M], value bf16 [T, M], weight float32 [C, M] (q·k), alive bool [T]
     -> bf16 [T, C, M]. Rows that are not alive (image spans) pass unchanged.
     """
     wide, wide_key = stream.to(torch.float64), key.to(torch.float64)
@@ -269,24 +378,33 @@ def engram_gate(
 
 
 __all__ = [
+    "add_round",
     "apply_rope",
     "block_mask",
     "candidate_scores",
     "compress_pairs",
+    "decode_fp8_rows",
     "engram_gate",
     "expert_activation",
     "grouped_linear",
     "hc_collapse",
+    "hc_collapse_norm",
     "hc_expand",
     "hc_mixes",
     "hc_split",
+    "hc_weights",
     "index_scores",
     "linear",
+    "linear_f32",
     "linear_partial",
+    "normed_linear",
     "quantized_linear",
     "quantized_linear_partial",
     "rms_norm",
     "route",
+    "routed_experts",
+    "shared_expert",
     "sparse_attention",
     "top_positions",
+    "write_rows",
 ]

@@ -8,7 +8,7 @@ Both are plain functions: they wait for nothing, so that a policy costs a stream
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from deskfleet.endpoint import GenerateRequest, SamplingParams, TokenChunk
@@ -43,7 +43,11 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A request on its way to an engine. `num_prompt_tokens` has every image at its full span."""
+    """A request on its way to an engine. `num_prompt_tokens` has every image at its full span.
+
+    `is_stream` says that what a watcher returns is sent at once. What it has not returned of an answer that is sent
+    whole, it can still leave out.
+    """
 
     generate: GenerateRequest
     wishes: Wishes
@@ -51,6 +55,7 @@ class Draft:
     model_id: str
     num_prompt_tokens: int
     max_model_len: int
+    is_stream: bool = True
 
     @property
     def sampling(self) -> SamplingParams:
@@ -82,4 +87,9 @@ class Policy(Protocol):
         """Return what looks at this answer, None where nothing has to."""
 
 
-__all__ = ["Caller", "Draft", "Policy", "Watcher", "Wishes"]
+def with_sampling(draft: Draft, sampling: SamplingParams) -> Draft:
+    """Return the same request, sampled in another way."""
+    return replace(draft, generate=replace(draft.generate, sampling=sampling))
+
+
+__all__ = ["Caller", "Draft", "Policy", "Watcher", "Wishes", "with_sampling"]

@@ -1,4 +1,4 @@
-"""Our own engine: exact lines from `planner.native`. Its CPU reference holds weights decoded to float64.
+"""Our own engine: exact lines from `planner.native`. It holds FP4 as stored and FP8 as bf16.
 
 It cuts by whole experts, reads Engram rows from disk, and keeps KV in the published formats.
 """

@@ -114,8 +114,8 @@ def engines() -> str:
                 rows,
             ),
             "vLLM and EXL3 start only if `gpu-memory-utilization` x total is free; SGLang's pool is what "
-            "`mem-fraction-static` leaves after\nloading. The native engine holds whole experts, which its CPU "
-            "reference decodes to float64; lines of its arrays are exact, its process\nwas measured.\n",
+            "`mem-fraction-static` leaves after\nloading. The native engine holds whole experts, FP4 as "
+            "stored and FP8 as bf16; lines of its arrays are exact, its process\nwas measured.\n",
             "Lines beside weights, and where their numbers come from. `system` is a node's total less what is "
             "free before the start:\nthat of its kind, unless --available, a fleet file or a probe says otherwise.\n",
             table(["line", "group", "kind", *plans], shown),

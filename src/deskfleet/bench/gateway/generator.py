@@ -1,0 +1,136 @@
+"""The load generator: streams that ask again and again, in a process of its own.
+
+    python -m deskfleet.bench.gateway.generator
+
+One job a line on stdin, one result a line on stdout, both JSON. Owns the clock of the client. It looks at bytes only:
+parsing would cost as much as what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+import sys
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+_CONTENT = re.compile(rb'"content":\s*"[^"]')
+_EVENT = b"data: "
+_TIMEOUT = aiohttp.ClientTimeout(total=120)
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """`streams` ask `url` `requests` times each, for `tokens` tokens. They begin within `spread_s` seconds."""
+
+    url: str
+    model: str
+    streams: int
+    requests: int
+    tokens: int
+    spread_s: float
+    key: str = "none"
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """`ttft_s` of every request but a stream's first, which opens its connection. Tokens by `usage`, events counted."""
+
+    ttft_s: list[float]
+    num_tokens: int
+    num_events: int
+    num_failed: int
+    wall_s: float
+    cpu_s: float
+    failure: str | None = None
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.ttft_s: list[float] = []
+        self.num_tokens = self.num_events = self.num_failed = 0
+        self.failure: str | None = None
+
+
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_numbers = itertools.count()
+
+
+async def run_job(job: Job) -> Outcome:
+    """Run one job. A request that fails is counted, and its stream goes on."""
+    tally = _Tally()
+    connector = aiohttp.TCPConnector(limit=0)
+    offsets = random.Random(job.streams)
+    headers = {"Authorization": f"Bearer {job.key}"}
+    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, headers=headers) as session:
+        cpu_s, begin = time.process_time(), time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(job.streams):
+                group.create_task(_stream(session, job, offsets.random() * job.spread_s, tally))
+        wall_s = time.monotonic() - begin
+    return Outcome(
+        ttft_s=tally.ttft_s,
+        num_tokens=tally.num_tokens,
+        num_events=tally.num_events,
+        num_failed=tally.num_failed,
+        wall_s=wall_s,
+        cpu_s=time.process_time() - cpu_s,
+        failure=tally.failure,
+    )
+
+
+async def _stream(session: aiohttp.ClientSession, job: Job, offset_s: float, tally: _Tally) -> None:
+    await asyncio.sleep(offset_s)
+    for number in range(job.requests):
+        try:
+            ttft_s = await _request(session, job, tally)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            tally.num_failed += 1
+            tally.failure = tally.failure or f"{type(error).__name__}: {error}"
+            continue
+        if number:
+            tally.ttft_s.append(ttft_s)
+
+
+async def _request(session: aiohttp.ClientSession, job: Job, tally: _Tally) -> float:
+    body: dict[str, Any] = {
+        "model": job.model,
+        "messages": [{"role": "user", "content": f"Question {next(_numbers)}: say some words, any words."}],
+        "max_tokens": job.tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began = time.monotonic()
+    first: float | None = None
+    tail = b""
+    async with session.post(f"{job.url}/v1/chat/completions", json=body) as response:
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {(await response.read())[:200]!r}")
+        async for data in response.content.iter_any():
+            if first is None and (_CONTENT.search(data) or b'"reasoning' in data):
+                first = time.monotonic()
+            tally.num_events += data.count(_EVENT)
+            tail = (tail + data)[-2000:]
+    told = _COMPLETION_TOKENS.findall(tail)
+    if first is None or not told or int(told[-1]) != job.tokens:
+        raise ValueError(f"asked for {job.tokens} tokens, got {told[-1:]}: ...{tail[-200:]!r}")
+    tally.num_tokens += int(told[-1])
+    return first - began
+
+
+async def main() -> None:
+    """Take jobs until stdin ends."""
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        outcome = await run_job(msgspec.json.decode(line, type=Job))
+        print(msgspec.json.encode(outcome).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+
+
+__all__ = ["Job", "Outcome", "run_job"]

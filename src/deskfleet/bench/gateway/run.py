@@ -1,0 +1,180 @@
+"""One measurement of what gateways add: the loads, and the turns in which the ways are measured.
+
+Owns the loads and the order. Each round takes every load, and within it every way in an order that moves on by one each
+round: none is always first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from deskfleet.bench.gateway.generator import Job, Outcome
+from deskfleet.bench.gateway.processes import (
+    LITELLM_INSTALL,
+    Generator,
+    Served,
+    find_litellm,
+    generating,
+    litellm_version,
+    module,
+    serving,
+    serving_litellm,
+)
+from deskfleet.bench.gateway.record import (
+    DIRECT,
+    FRONT,
+    INSIDE,
+    LITELLM,
+    GatewayResult,
+    GatewaySample,
+    Load,
+)
+from deskfleet.bench.gateway.upstream import MODEL
+from deskfleet.bench.provenance import Provenance
+from deskfleet.errors import ConfigError, EngineError
+
+PACES = {1: (0.005, 8), 32: (0.02, 25), 256: (0.05, 20)}
+"""Seconds a token, and tokens an answer, by streams: what a good engine does with so many. Alone, answers are short:
+each is one more time to the first token."""
+
+_OTHER_PACE = (0.02, 25)
+_FLAT_OUT_TOKENS_PER_S = 5_000
+"""How many to ask for, by second of measurement. The slowest gateway must come to its end too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySuite:
+    """What to measure. `front_command` is how our gateway is started in front of an upstream's address.
+
+    `seconds` is about how long each measurement takes. Raises ConfigError for what cannot work.
+    """
+
+    checkpoint: Path
+    front_command: Callable[[str], Sequence[str]]
+    streams: tuple[int, ...] = (1, 32, 256)
+    rounds: int = 5
+    seconds: float = 3.0
+    litellm: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.streams or min(self.streams) < 1 or len(set(self.streams)) < len(self.streams):
+            raise ConfigError(f"streams {self.streams} must be different numbers of 1 or more")
+        if self.rounds < 1 or not self.seconds > 0:
+            raise ConfigError(f"rounds {self.rounds} and seconds {self.seconds} must be more than 0")
+
+    def loads(self) -> list[Load]:
+        """Return every paced load, then, for more than one stream, the same flat out."""
+        paced = [self._paced(streams) for streams in self.streams]
+        flat = [
+            Load(
+                streams=streams,
+                step_s=0,
+                tokens=max(8, round(_FLAT_OUT_TOKENS_PER_S * self.seconds / streams)),
+                requests=1,
+            )
+            for streams in self.streams
+            if streams > 1
+        ]
+        return paced + flat
+
+    def _paced(self, streams: int) -> Load:
+        step_s, tokens = PACES.get(streams, _OTHER_PACE)
+        requests = max(2, round(self.seconds / (tokens * step_s)))
+        return Load(streams=streams, step_s=step_s, tokens=tokens, requests=requests)
+
+
+def _ignore(sample: GatewaySample) -> None:
+    """Take a sample and do nothing."""
+
+
+def measure_gateway(
+    suite: GatewaySuite, provenance: Provenance, *, on_sample: Callable[[GatewaySample], None] = _ignore
+) -> GatewayResult:
+    """Run the suite. Raises EngineError when a process does not come up or ends, ConfigError for a wrong program."""
+    program = find_litellm(suite.litellm)
+    absent: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    samples: list[GatewaySample] = []
+    with ExitStack() as stack:
+        upstream = stack.enter_context(serving(module("upstream", str(suite.checkpoint))))
+        ways = {
+            DIRECT: upstream,
+            FRONT: stack.enter_context(serving(suite.front_command(upstream.url))),
+            INSIDE: stack.enter_context(serving(module("inside", str(suite.checkpoint)))),
+        }
+        if program is None:
+            absent[LITELLM] = f"not installed here; {LITELLM_INSTALL}"
+        else:
+            try:
+                ways[LITELLM] = stack.enter_context(serving_litellm(program, upstream.url))
+                versions["litellm"] = litellm_version(program)
+            except EngineError as error:
+                absent[LITELLM] = error.message
+        generator = stack.enter_context(generating())
+        _warm_up(generator, ways)
+        for number in range(1, suite.rounds + 1):
+            for load in suite.loads():
+                _set_pace(load, upstream, ways[INSIDE])
+                for way in _turn(list(ways), number):
+                    sample = _measure(generator, way, ways[way], load, number)
+                    samples.append(sample)
+                    on_sample(sample)
+    settings: dict[str, str | int | float | None] = {
+        "checkpoint": suite.checkpoint.resolve().name,
+        "rounds": suite.rounds,
+        "seconds": suite.seconds,
+        **versions,
+    }
+    return GatewayResult(provenance=provenance, settings=settings, samples=tuple(samples), absent=absent)
+
+
+def _warm_up(generator: Generator, ways: dict[str, Served]) -> None:
+    """Ask everybody a few times, so that nothing is done for the first time later. Raises EngineError if one fails."""
+    for way, served in ways.items():
+        outcome = generator.run(
+            Job(url=served.url, key=served.key, model=MODEL, streams=8, requests=3, tokens=16, spread_s=0.0)
+        )
+        if outcome.num_failed:
+            raise EngineError(f"{way} does not answer: {outcome.failure}")
+
+
+def _set_pace(load: Load, *paced: Served) -> None:
+    for served in paced:
+        served.set_step(load.step_s)
+
+
+def _turn(ways: list[str], number: int) -> list[str]:
+    return ways[number % len(ways) :] + ways[: number % len(ways)]
+
+
+def _measure(generator: Generator, way: str, served: Served, load: Load, number: int) -> GatewaySample:
+    job = Job(
+        url=served.url,
+        key=served.key,
+        model=MODEL,
+        streams=load.streams,
+        requests=load.requests,
+        tokens=load.tokens,
+        spread_s=load.step_s * load.tokens,
+    )
+    before_s = served.cpu_s()
+    outcome: Outcome = generator.run(job)
+    return GatewaySample(
+        way=way,
+        load=load,
+        round=number,
+        ttft_ms=tuple(round(1000 * each, 3) for each in outcome.ttft_s),
+        num_tokens=outcome.num_tokens,
+        num_events=outcome.num_events,
+        num_failed=outcome.num_failed,
+        wall_s=outcome.wall_s,
+        cpu_s=None if way == DIRECT else served.cpu_s() - before_s,
+        client_cpu_s=outcome.cpu_s,
+        failure=outcome.failure,
+    )
+
+
+__all__ = ["PACES", "GatewaySuite", "measure_gateway"]

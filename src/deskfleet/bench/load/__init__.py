@@ -1,0 +1,1 @@
+"""What any OpenAI-compatible endpoint does under load: decode, prefill, mixed arrivals."""

@@ -1,0 +1,1 @@
+"""What is wrong with a server that is garbled, slow, hanging or out of memory: an ordered ladder over facts."""

@@ -1,0 +1,1 @@
+"""Launch gates: seconds, before traffic. One module for each gate or small family."""

@@ -1,0 +1,121 @@
+"""What stands between clients and one engine: keys, limits, policies and the queue, put together for `app.py`.
+
+Owns in which order they meet a request, and reading its body within the limits. Decides nothing itself.
+
+    key -> may anything come in -> body -> size, nesting -> images fetched -> (protocol) -> policies -> queue -> engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from deskfleet.gateway.admission import Admission, Ticket
+from deskfleet.gateway.image_fetch import ImageFetcher
+from deskfleet.gateway.keys import require_key
+from deskfleet.gateway.policies.completion_cap import HEADER as MAX_TOKENS_HEADER
+from deskfleet.gateway.policies.contract import Caller, Draft, Policy
+from deskfleet.gateway.policies.images import IMAGE_LIMITS, ImageSettings
+from deskfleet.gateway.policies.line_runs import Decode
+from deskfleet.gateway.policies.request_limits import RequestLimits, check_body
+from deskfleet.gateway.policy_file import Policies, PolicySettings, PolicyStore
+from deskfleet.gateway.refusals import BodyTooLarge, BodyTooSlow
+from deskfleet.gateway.settings import GatewaySettings
+
+STOPPING = "the server is stopping and takes no new requests"
+
+
+class Gate:
+    """The gate of one gateway. `policies.counters` and `admission.state()` are what there is to show of it."""
+
+    def __init__(self, settings: GatewaySettings, decode: Decode) -> None:
+        """`decode` is the served model's tokens to text, special tokens included."""
+        self._model_id = settings.model_id
+        store = settings.policies or PolicyStore()
+        store.put_on(_said_by(settings))
+        self.policies = Policies(store, decode)
+        self.admission = Admission(
+            store.snapshot.settings.admission,
+            engine_max_running=settings.max_running,
+            counters=self.policies.counters,
+        )
+        store.on_reload(self._change)
+        self._fetcher = ImageFetcher()
+
+    def door(self, caller_key: web.RequestKey[Caller]) -> Middleware:
+        """Return the middleware that lets in who may come in, and says who it is under `caller_key`."""
+        return require_key(self.policies.store.ring, caller_key)
+
+    async def read(self, request: web.Request, caller: Caller) -> bytes:
+        """Read a body, checked, with the images in it that were to be fetched.
+
+        From here on, what reads images in this task or in threads that it starts keeps the caller's limits. Raises
+        RequestError for a body beyond the limits or an image that cannot be fetched, ServerStopping.
+        """
+        self.admission.check_open()
+        settings = self.policies.settings_for(self._model_id, caller.key)
+        body = await _read_within(request, settings.request_limits)
+        if len(body) > _QUICK_BYTES:
+            await asyncio.to_thread(check_body, body, settings.request_limits)
+        else:
+            check_body(body, settings.request_limits)
+        IMAGE_LIMITS.set(settings.images)
+        return await self._fetcher.inline_images(body, settings.images)
+
+    def policies_for(self, caller: Caller) -> Sequence[Policy]:
+        """Return the policies of a request, in their order."""
+        return self.policies.for_caller(self._model_id, caller.key)
+
+    def admitted(self, draft: Draft) -> AbstractAsyncContextManager[Ticket]:
+        """Wait for a turn, and hold it for as long as the block runs. Raises as `Admission.admitted` does."""
+        share = self.policies.settings_for(draft.model_id, draft.caller.key).share
+        return self.admission.admitted(draft, share)
+
+    async def drain(self) -> bool:
+        """Take nothing new and wait for what runs, as long as the settings say. Returns whether all of it finished."""
+        return await self.admission.drain(STOPPING)
+
+    def _change(self, settings: PolicySettings) -> None:
+        self.admission.change(settings.admission)
+
+
+_QUICK_BYTES = 256 * 1024
+"""Up to so many bytes are checked where they are read: it takes less time than a thread would."""
+
+
+def _said_by(settings: GatewaySettings) -> PolicySettings:
+    """Return what a program has said in code; a settings file lies over it."""
+    return PolicySettings(
+        images=ImageSettings(
+            max_images=settings.max_images,
+            max_image_bytes=settings.max_image_bytes,
+            max_image_pixels=settings.max_image_pixels,
+        ),
+        request_limits=RequestLimits.model_construct(max_body_bytes=settings.max_body_bytes),
+    )
+
+
+async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
+    """Read a body that is neither longer nor slower than it may be."""
+    announced = request.content_length
+    if announced is not None and announced > limits.max_body_bytes:
+        raise BodyTooLarge(f"the body has {announced} bytes, more than {limits.max_body_bytes}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for block in request.content.iter_any():
+                body += block
+                if len(body) > limits.max_body_bytes:
+                    raise BodyTooLarge(f"the body has more than {limits.max_body_bytes} bytes")
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"the body did not arrive within {limits.body_timeout_s:g} s; {len(body)} bytes had"
+        ) from None
+    return bytes(body)
+
+
+__all__ = ["MAX_TOKENS_HEADER", "STOPPING", "Gate"]
