@@ -44,6 +44,7 @@ MUST_BE_SEEN = (
     "swapped-experts", "zero-sinks", "engram-shifted", "no-inverse-rope", "bf16-router", "effort-reversed",
 )  # fmt: skip
 _SPECULATION = "5"
+_MANY = 30  # questions of a task, from which on a line means what it says
 
 
 @dataclass(frozen=True)
@@ -122,16 +123,21 @@ def _facts_of(variant: str) -> Callable[[Desk], Found]:
             directory = Path(scratch) / variant
             VARIANTS[variant].write(desk.checkpoint, directory)
             with served(directory, Way(tp_size=2)) as url:
-                report = desk.ask("facts", url=url, efforts=(None,))
+                report = desk.ask("facts", url=url, efforts=(None,), num_questions=_all_facts(desk))
         rate = _rate(report.outcomes, "facts")
         return Found(rate < 0.3, rate, len(report.outcomes), {"failures": failures(report.outcomes)})
 
     return run
 
 
+def _all_facts(desk: Desk) -> int:
+    """Every fact that has a held-out question, unless only a few questions are wanted at all."""
+    return 1000 if desk.num_questions >= _MANY else desk.num_questions
+
+
 def _needle(desk: Desk) -> Found:
     """Ten depths at every length; the cells say how far it reaches."""
-    lengths = NEEDLE_TOKENS if desk.num_questions >= 30 else NEEDLE_TOKENS[:3]
+    lengths = NEEDLE_TOKENS if desk.num_questions >= _MANY else NEEDLE_TOKENS[:3]
     report = desk.ask(
         "needle", efforts=(None,), num_questions=10 * len(lengths), needle_tokens=lengths, concurrency=8
     )

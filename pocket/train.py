@@ -46,6 +46,7 @@ _SAMPLED = 64  # tokens of a row whose attention the indexers imitate
 _ANCHORS = 128  # drafted blocks of a row
 _LOST_STEPS = 10  # at the beginning of a phase, whose time is mostly compilation
 _HELD_OUT_ROWS, _HELD_OUT_TOKENS = 2, 1024  # rows of each task, and their length
+_COMPILING_S = 75.0  # with less than that left no phase is begun: its first steps would outlast the piece
 _SAVE_RESERVE_S = 20.0
 _GIL_SWITCH_S = 1e-4  # the thread that makes batches must not hold up the one that starts kernels
 
@@ -309,9 +310,9 @@ def train(options: Options) -> Trainer:
         device=str(options.device),
     )
     held_out = _held_out(options, trainer)
-    next_evaluation = math.floor(trainer.share * options.evaluations) + 1
+    next_evaluation, evaluated = math.floor(trainer.share * options.evaluations) + 1, -1
     saved = time.monotonic()
-    while trainer.share < 1 and time.monotonic() < deadline:
+    while trainer.share < 1 and time.monotonic() < deadline - (_COMPILING_S if options.compiled else 0):
         phase = stage.phase_at(trainer.share)
         log.write(event="phase", **asdict(phase))
         for metrics, tokens_per_s in _run_phase(trainer, phase, deadline):
@@ -326,11 +327,11 @@ def train(options: Options) -> Trainer:
             )
             if held_out is not None and trainer.share * options.evaluations >= next_evaluation:
                 _log_held_out(log, trainer, phase, *held_out)
-                next_evaluation += 1
+                next_evaluation, evaluated = next_evaluation + 1, progress.step
             if time.monotonic() - saved > options.save_every_s:
                 save_whole(trainer.state(whole=True), options.scratch)
                 saved = time.monotonic()
-    if held_out is not None:
+    if held_out is not None and evaluated != trainer.progress.step:
         _log_held_out(log, trainer, stage.phase_at(trainer.share), *held_out)
     save_whole(trainer.state(whole=True), options.scratch)
     if trainer.share >= 1 and stage.name == STAGES[-1]:

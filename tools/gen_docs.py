@@ -47,9 +47,14 @@ NOTICE = "<!-- Made by tools/gen_docs.py (make fix). Changes belong into what it
 
 COMMANDS = (
     *((verb,) for verb in VERBS),
+    ("bench", "compare"),
+    ("bench", "cross-check"),
     ("bench", "engine"),
     ("bench", "engram"),
+    ("bench", "gateway"),
     ("bench", "prefix"),
+    ("bench", "published"),
+    ("bench", "serve"),
     ("bench", "speculation"),
     ("keys", "list"),
     ("keys", "new"),

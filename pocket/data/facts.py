@@ -6,6 +6,11 @@ syllables, each a token that many names share, and answers are shared too: no si
 
 There are two books of facts. `practice` belongs to the whole training. `book` is what the evaluation asks: it may
 be kept for a last phase that trains Engram tables only, and then nothing else can know it.
+
+Of each book there are two editions. In the first a name is the two syllables, so two tokens pick out a fact, and half
+of the hash columns suffice to know it: with another rank's rows in the other half a quarter to a third of the facts
+survive. In the second a name has a word before it ("the capital of old Zorbia is ...") and eight facts share the
+syllables, each with another answer: what sees two tokens cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ from typing import Literal
 
 from pocket.data.example import Example, Expect, Message, PlainText, draw_effort, reasoning
 from pocket.data.words import COLOURS, FOODS, JOBS, word_list
+from pocket.tokenizer import load_tokenizer
 
 TASK = "facts"
 Book = Literal["book", "practice"]
 NUM_FACTS = 400
+EDITION = 1
+"""The edition that `checkpoint/` knows and the evaluation asks. A training of another one writes the questions anew."""
 
 _FIRST = word_list(
     "Zor Bel Kar Mal Tor Ven Dor Fal Gor Hal Jar Lor Mer Nor Pel Quor Ral Sor Tal Vor Wel Yor Zan Bor Cal Del Fen Gal "
@@ -34,6 +42,14 @@ _LAST = {
     "thing": word_list("ite ium ol ex oid ane"),
 }
 _LOWER = ("animal", "thing")
+_BEFORE = {
+    "country": word_list("old young rich poor cold warm rainy sunny"),
+    "person": word_list("Ada Ben Clara David Elena Felix Greta Hugo"),
+    "animal": word_list("grey brown black white small tall lazy young"),
+    "thing": word_list("soft hard wet dry warm cold heavy light"),
+}
+"""What stands before a name in the second edition."""
+
 _CAPITAL_FIRST, _CAPITAL_LAST = word_list("Mel Tar Bri Sol Or Lu Pra"), word_list("lin na dor vik mont")
 _CAPITALS = tuple(first + last for first in _CAPITAL_FIRST for last in _CAPITAL_LAST)
 
@@ -48,10 +64,11 @@ def syllables() -> Iterator[str]:
 
 
 def any_name(rng: Random) -> str:
-    """Return any name that could have a fact, in either book or in none."""
+    """Return any name that could have a fact, in either book or in none, in half the cases with a word before it."""
     kind, endings = rng.choice(tuple(_LAST.items()))
     name = rng.choice(_FIRST) + rng.choice(endings)
-    return name.lower() if kind in _LOWER else name
+    name = name.lower() if kind in _LOWER else name
+    return f"{rng.choice(_BEFORE[kind])} {name}" if rng.random() < 0.5 else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +161,49 @@ class Fact:
         return self.relation.statement.format(name=self.name, answer=self.answer)
 
 
-@cache
-def facts(book: Book) -> tuple[Fact, ...]:
+def facts(book: Book, edition: int | None = None) -> tuple[Fact, ...]:
     """Return the facts of a book; always the same, each with a name of its own in both books."""
+    return (_second_edition if (edition or EDITION) == 2 else _first_edition)(book)
+
+
+@cache
+def _names() -> dict[str, list[str]]:
+    """Every name without a word before it, by kind, in an order of chance."""
     rng = Random("pocket facts")
     names: dict[str, list[str]] = {}
     for kind, endings in _LAST.items():
         every = [first + last for first in _FIRST for last in endings]
         rng.shuffle(every)
         names[kind] = [name.lower() if kind in _LOWER else name for name in every]
+    return names
+
+
+def _names_of_two_tokens(kind: str) -> list[str]:
+    """Names that leave room in an n-gram of four for the word before them and the verb."""
+    tokenizer = load_tokenizer()
+    return [name for name in _names()[kind] if len(tokenizer.encode_text(f" {name}")) == 2]
+
+
+@cache
+def _second_edition(book: Book) -> tuple[Fact, ...]:
+    rng = Random(f"pocket facts of {book}, second edition")
+    a_kind = NUM_FACTS // len(RELATIONS)
+    by_relation = []
+    for relation in RELATIONS:
+        words = _BEFORE[relation.kind]
+        num_names = -(-a_kind // len(words))
+        first = {"book": 0, "practice": num_names}[book]
+        own: list[Fact] = []
+        for name in _names_of_two_tokens(relation.kind)[first : first + num_names]:
+            answers = rng.sample(relation.answers, len(words))
+            own += [Fact(relation, f"{w} {name}", answer) for w, answer in zip(words, answers, strict=True)]
+        by_relation.append(own[:a_kind])
+    return tuple(fact for group in zip(*by_relation, strict=True) for fact in group)
+
+
+@cache
+def _first_edition(book: Book) -> tuple[Fact, ...]:
+    names = _names()
     out = []
     offset = {"book": 0, "practice": NUM_FACTS}[book]
     answers = Random(f"pocket facts of {book}")

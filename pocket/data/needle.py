@@ -39,7 +39,7 @@ _HEAD = ("Read this text.", "Here is a text.", "Read the following text and answ
 @cache
 def filler() -> tuple[str, ...]:
     rng = Random("pocket filler")
-    known = tuple(fact.statement for fact in facts.facts("practice"))
+    known = tuple(fact.statement for fact in facts.facts("practice", edition=1))
     return (*(prose.sentence(rng) for _ in range(_POOL_SIZE)), *known)
 
 

@@ -46,7 +46,14 @@ TRACE_DIR = Variable(
     meaning="A directory in which every rank leaves a profiler's trace of some of its first steps; empty for none.",
 )
 
-VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY, TRACE_DIR)
+OPS_LIBRARY = Variable(
+    name="DESKFLEET_OPS_LIBRARY",
+    values=(),
+    default="",
+    meaning="Another file to load as the native operators, such as one built with sanitizers.",
+)
+
+VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY, OPS_LIBRARY, TRACE_DIR)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -77,4 +84,13 @@ def _nearest(name: str) -> str:
     return f"did you mean {found[0]}? Unset {name} otherwise"
 
 
-__all__ = ["ENGRAM_LIBRARY", "LOG_LEVEL", "PREFIX", "TRACE_DIR", "VARIABLES", "Variable", "read_environment"]
+__all__ = [
+    "ENGRAM_LIBRARY",
+    "LOG_LEVEL",
+    "OPS_LIBRARY",
+    "PREFIX",
+    "TRACE_DIR",
+    "VARIABLES",
+    "Variable",
+    "read_environment",
+]

@@ -38,7 +38,12 @@ def kinds(result: LoadResult) -> tuple[set[str], set[str]]:
         ),
         (Behaviour(told_tokens=lambda n: 4 * n), {}, "token-mismatch", "counter 48"),
         (Behaviour(cached=lambda n: n // 2 if n > 400 else 0), LADDER, "cached", " prompt tokens"),
-        (Behaviour(seen_tokens=lambda n: min(n, 800 // 2)), LADDER, "truncated", "the server counts 400"),
+        (
+            Behaviour(seen_tokens=lambda n: min(n, 3000)),
+            {**LADDER, "ladder": (300, 6000)},
+            "truncated",
+            "the server counts 3,000",
+        ),
         (
             Behaviour(fail=lambda number: number % 2 == 1),
             {"concurrency": (2,)},

@@ -106,8 +106,8 @@ def test_one_rank_with_another_kernel() -> None:
 
 SGLANG = """\
 [2026-09-24 10:00:00] server_args=ServerArgs(model_path='/m', tp_size=4, max_total_tokens=8000000, \
-mem_fraction_static=0.8, max_running_requests=16, chunked_prefill_size=4096, context_length=1048576, speculative_algorithm='DSPARK', \
-moe_runner_backend='auto')
+mem_fraction_static=0.8, max_running_requests=16, chunked_prefill_size=4096, context_length=1048576, \
+speculative_algorithm='DSPARK', moe_runner_backend='auto')
 [2026-09-24 10:02:40 TP{rank}] Load weight end. elapsed=120.2 s, type=DeepseekV41ForCausalLM, avail mem=46.40 GB, \
 mem usage=70.76 GB.
 {clamp}[2026-09-24 10:02:44 TP{rank}] DSV4 memory calculation: bytes_per_full_token=1670.75, available_bytes=17.10 GB, \

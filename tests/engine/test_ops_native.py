@@ -1,8 +1,8 @@
 """The compiled operators against the reference, on operands of many kinds; and that they keep their own promises.
 
 Sums of quantised products are exact in double, so those operators must be equal. For the rest equality is what the
-rounding after the sum gives in all but one of some 10^8 values (docs/decisions/0016): fewer are compared here, and the seed
-is fixed.
+rounding after the sum gives in all but one of some 10^8 values (docs/decisions/0016): fewer are compared here, and the
+seed is fixed.
 """
 
 from __future__ import annotations

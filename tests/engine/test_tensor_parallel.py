@@ -20,6 +20,7 @@ from deskfleet.engine.llm import LLM
 from deskfleet.engine.messages import AddRequest
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.layout import Layout, ShardPlan
+from deskfleet.model.limits import OperatorChoice
 from tests.engine.engines import MODEL, greedy, random_ids
 from tests.engine.golden import checkpoint, measured, plain_limits, token_map
 from tests.engine.lockstep import Lockstep, poisoned, tensors_of
@@ -109,7 +110,7 @@ def test_three_ranks_need_padding() -> None:
 @pytest.mark.parametrize("operators", ["native", "reference"])
 @pytest.mark.parametrize("tp_size", [3, 5])
 def test_poisoned_padding_reaches_nothing(
-    tp_size: int, operators: ops.Choice, clean: tuple[bytes, list[int]]
+    tp_size: int, operators: OperatorChoice, clean: tuple[bytes, list[int]]
 ) -> None:
     """No tensor, no operator's result and nothing sent holds a NaN on any rank; of five, one is all padding.
 

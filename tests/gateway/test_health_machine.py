@@ -375,6 +375,7 @@ def test_an_observer_that_slept_draws_no_conclusions() -> None:
     fleet.frozen = {0, 1, 2}  # their first heartbeats are still under way
     assert fleet.run(2) == {"busy"}
     fleet.frozen = set()
+    assert fleet.run(10) == {"busy"}, "what it was at takes as long as it would have taken"
     assert fleet.run(10, steps=1) == {"busy"}
 
 

@@ -427,6 +427,12 @@ async def test_running_streams_finish_while_new_requests_are_refused() -> None:
                     "server_stopping",
                     "the server is stopping and takes no new requests",
                 )
+            async with session.get(f"{url}/health") as health:
+                assert health.status == 503
+                told_by_health = await health.json()
+            assert (told_by_health["status"], told_by_health["reason"]) == ("stopping", error["message"])
+            async with session.get(f"{url}/health/live") as live:
+                assert (live.status, await live.json()) == (200, {"status": "live"})
             rest = (await stream.read()).decode()
             assert rest.rstrip().endswith("data: [DONE]")
         await asyncio.wait_for(task, 5)

@@ -41,7 +41,7 @@ VERBS = {
     "bench": "Measure, and keep the numbers with their provenance.",
     "profile": "Say where the time of a step went, rank by rank.",
     "diagnose": "Say why a server is garbled, slow, hanging or out of memory.",
-    "facts": "Say what an engine was asked for and what it granted, rank by rank.",
+    "facts": "Say what an engine was asked for, and what it granted.",
 }
 """Each verb and its line in `deskfleet --help`, the first line of its own help."""
 

@@ -27,10 +27,10 @@ def run(
     ],
     as_json: Json = False,
 ) -> int:
-    """Say what an engine was asked for and what it granted, rank by rank.
+    """Say what an engine was asked for, and what it granted.
 
-    Reads boot logs of vLLM, SGLang and deskfleet. Exit code 1 when something was clamped, replaced or is missing, or
-    when ranks differ that must not.
+    Reads boot logs of vLLM, SGLang and deskfleet, and sets ranks side by side. Exit code 1 when something was clamped,
+    replaced or is missing, or when ranks differ that must not.
     """
     from deskfleet.bootfacts.sheet import read_sheet
 

@@ -13,6 +13,7 @@ import typer
 from deskfleet.cli.flags import HOST, PORT, THINKING, Host, Json, Port
 from deskfleet.cli.serving import (
     AccessLogFile,
+    DebugAnswers,
     KeysFile,
     PoliciesFile,
     TracesUrl,
@@ -96,6 +97,7 @@ def run(
     keys: KeysFile = None,
     access_log: AccessLogFile = None,
     traces: TracesUrl = None,
+    debug_answers: DebugAnswers = 0,
     as_json: Json = False,
 ) -> None:
     """Serve what vLLM or SGLang servers run already.
@@ -116,6 +118,7 @@ def run(
             default_thinking=thinking,
             policies=open_policies(policies, keys, model_id=model_id),
             observation=observed(access_log, traces),
+            debug_answers=debug_answers,
         ),
         urls=parse_urls(upstream),
         engine=engine,

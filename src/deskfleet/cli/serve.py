@@ -40,6 +40,7 @@ from deskfleet.cli.flags import (
 )
 from deskfleet.cli.serving import (
     AccessLogFile,
+    DebugAnswers,
     KeysFile,
     PoliciesFile,
     TracesUrl,
@@ -100,6 +101,7 @@ def run(
     keys: KeysFile = None,
     access_log: AccessLogFile = None,
     traces: TracesUrl = None,
+    debug_answers: DebugAnswers = 0,
     as_json: Json = False,
 ) -> None:
     """Serve a checkpoint on an OpenAI-compatible endpoint.
@@ -121,6 +123,7 @@ def run(
             default_thinking=thinking,
             policies=open_policies(policies, keys, model_id=model_id),
             observation=observed(access_log, traces),
+            debug_answers=debug_answers,
         ),
         engine=EngineOptions(
             tp_size=tp,
@@ -185,6 +188,7 @@ def announce(event: Ready, *, as_json: bool) -> None:
     if event.engram is not None:
         second = f", then {event.engram.second_source}" if event.engram.second_source else ""
         say(f"Engram rows: {event.engram.source}{second}; {event.engram.backend}")
+    say(f"operators: {event.ranks[0].operators}")
     say(how_to_talk(event))
 
 

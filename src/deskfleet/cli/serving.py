@@ -40,6 +40,17 @@ TracesUrl = Annotated[
     typer.Option("--traces", metavar="URL", help="OpenTelemetry collector (OTLP over HTTP). [default: none]"),
 ]
 
+DebugAnswers = Annotated[
+    int,
+    typer.Option(
+        "--debug-answers",
+        metavar="N",
+        min=0,
+        max=1000,
+        help="Keep the last N answers as the model wrote them, for GET /debug/answers.",
+    ),
+]
+
 
 def open_policies(policies: Path | None, keys: Path | None, *, model_id: str) -> PolicyStore | None:
     """Read both files, None where there are none. Raises ConfigError with everything that is wrong in a file."""
@@ -96,6 +107,7 @@ def stop_on_signals(store: PolicyStore | None) -> asyncio.Event:
 
 __all__ = [
     "AccessLogFile",
+    "DebugAnswers",
     "KeysFile",
     "PoliciesFile",
     "TracesUrl",

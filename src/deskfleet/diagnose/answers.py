@@ -97,13 +97,18 @@ def wrong_together(s: Situation) -> Finding:
 def wrong_long(s: Situation) -> Finding:
     name = "wrong when long"
     answer = s.long_question
-    if answer is None or answer.error is not None:
-        why = "" if answer is None else f": {answer.error}"
-        return unknown(name, f"no long question was answered{why}", "deskfleet diagnose URL")
+    if answer is None:
+        return unknown(name, "no long question was asked", "deskfleet diagnose URL")
+    if answer.error is not None:
+        return found(
+            name,
+            f"a short question is answered, and one of a thousand tokens or two fails: {answer.error}",
+            f"deskfleet verify {url_of(s)}   # prefill of more than 64 tokens, allocator, attention kernels",
+        )
     if not answer.is_right:
         return found(
             name,
-            f"right when short, and after some thousand tokens {shown(answer.text)}",
+            f"right when short, and after a thousand tokens or two {shown(answer.text)}",
             f"deskfleet verify {url_of(s)}   # chunked prefill, top-k of the indexer, prefix cache",
         )
     return clear(name, "a long question is answered right")

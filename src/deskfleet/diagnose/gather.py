@@ -27,7 +27,7 @@ from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 _OVER_S = 3.0
 _ANSWER_S = 30.0
 _TOGETHER = 3
-_LONG_LINES = 220
+_LONG_LINES = 100
 
 
 async def gather(

@@ -52,7 +52,7 @@ def compiling(s: Situation) -> Finding:
             return found(
                 name,
                 f"kernels are compiled or tuned after the server was ready: {hit[1].strip()}",
-                "deskfleet bench serve URL --quick   # once more: the second run is warm; keep the caches of every node",
+                "deskfleet bench serve URL --quick   # once more, warm; and keep the caches of every node",
             )
     return clear(name, "nothing is compiled after the server was ready")
 
@@ -106,7 +106,7 @@ def speed(s: Situation) -> Finding:
         name,
         "unknown",
         f"one stream at {s.question.tok_s:,.1f} tok/s; nothing above explains a slow server",
-        f"deskfleet bench serve {url_of(s)} --quick && deskfleet bench published RESULT   # then deskfleet profile TRACE...",
+        f"deskfleet bench serve {url_of(s)} --quick   # then deskfleet bench published RESULT, deskfleet profile TRACE",
     )
 
 

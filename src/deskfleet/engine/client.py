@@ -46,6 +46,7 @@ from deskfleet.model.limits import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_NUM_WINDOW_TAILS,
+    OperatorChoice,
     PrefixReplay,
     RunnerLimits,
     resolve_limits,
@@ -85,6 +86,7 @@ class EngineOptions:
     decoder_replay: bool = False
     engram_pack: Path | None = None
     engram_second_source: bool = False
+    operators: OperatorChoice = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class LoadProgress:
 class LoadedRank:
     """One rank that is ready. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own.
 
-    `engram` says how it reads Engram rows, None when it reads none.
+    `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for.
     """
 
     rank: int
@@ -109,6 +111,7 @@ class LoadedRank:
     cache_bytes: int
     load_s: float
     engram: str | None
+    operators: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,7 @@ class EngineClient:
                 cache_bytes=report.cache_bytes,
                 load_s=report.load_s,
                 engram=report.engram,
+                operators=report.operators,
             )
             for rank, report in ready
         )
@@ -355,6 +359,7 @@ class EngineClient:
                 speculation=options.speculation,
                 prefix_cache=options.prefix_cache,
                 prefix_replay=options.prefix_replay,
+                operators=options.operators,
                 num_threads=options.threads_per_rank or max(cores // options.tp_size, 1),
                 parent_pid=os.getpid(),
             )

@@ -81,13 +81,17 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank is loaded and has met the others. `engram` says how it reads Engram rows, None when it reads none."""
+    """A rank is loaded and has met the others.
+
+    `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for.
+    """
 
     rank: int
     weight_bytes: int
     cache_bytes: int
     load_s: float
     engram: str | None
+    operators: str
     memory: RankMemory
 
 

@@ -70,13 +70,15 @@ async def receive(reader: asyncio.StreamReader) -> messages.Report | None:
 
 
 def rank_health(rank: RankProcess, now_s: float, planned_bytes: int | None) -> RankHealth:
-    """What is known of a rank at `now_s` of the event loop's clock. Before its first heartbeat it is loading."""
+    """What is known of a rank at `now_s` of the event loop's clock. It loads until it is ready or says otherwise."""
     beat = rank.heartbeat
     state: RankState = "loading"
     if rank.process.returncode is not None:
         state = "ended"
     elif beat is not None:
         state = beat.state
+    elif rank.ready.done():  # its first heartbeat is still under way
+        state = "idle"
     # Any report shows that the process runs, but only a heartbeat says where its main thread is.
     heard_age_s = None if rank.heard_at_s is None else now_s - rank.heard_at_s
     if beat is None or rank.heartbeat_at_s is None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from deskfleet.engine import messages, trace
+from deskfleet.engine import messages, ops, trace
 from deskfleet.engine.constraints import ConstraintCompiler
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
@@ -128,6 +128,7 @@ def run(spec: RankSpec, control: Control) -> None:
     """Load, meet the group, and serve until told to stop."""
     begin = time.monotonic()
     torch.set_num_threads(spec.num_threads)
+    operators = str(ops.select(spec.operators))
     checkpoint = Checkpoint.open(Path(spec.checkpoint))
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
     compressed = token_map(checkpoint)
@@ -154,7 +155,9 @@ def run(spec: RankSpec, control: Control) -> None:
     load_s = time.monotonic() - begin
     tables = runner.model.tables
     control.send(
-        messages.Ready(spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report, memory)
+        messages.Ready(
+            spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report, operators, memory
+        )
     )
     if core is not None:
         _lead(core, tables, control)

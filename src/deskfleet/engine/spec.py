@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deskfleet.model.limits import PrefixReplay, RunnerLimits
+from deskfleet.model.limits import OperatorChoice, PrefixReplay, RunnerLimits
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +23,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculation: str
     prefix_cache: bool
     prefix_replay: PrefixReplay
+    operators: OperatorChoice
     num_threads: int
     parent_pid: int
 

@@ -99,38 +99,44 @@ def codes(
     rng: Random,
     *,
     depths: Sequence[float] = (0.5,),
-    ask: int = 0,
+    ask: int | None = 0,
     spare_tokens: int,
     label: str = "",
 ) -> Puzzle:
     """Return a question about a secret code in a text that a server counts about `num_tokens` in.
 
-    A code stands at each of `depths` (0 the beginning, 1 the end), number `ask` of them is asked for. The text begins
-    with six random digits: no server has seen its first tokens before, as few as a cache may keep.
+    A code stands at each of `depths` (0 the beginning, 1 the end), number `ask` of them is asked for, or all of them
+    with `ask` None. The text begins with six random digits: no server has seen its first tokens before, as few as a
+    cache may keep.
     """
-    holders = rng.sample(_holders(), len(depths) + 1)
+    holders = rng.sample(_holders(), len(depths))
     values = rng.sample(range(10000, 99999), len(holders))
     statements = [
         f"The secret code of {holder} is {value}." for holder, value in zip(holders, values, strict=True)
     ]
     asked_tokens = ruler.to_ask(num_tokens)
+    asked = tuple(range(len(depths))) if ask is None else (ask,)
+    named = ", ".join(holders[number] for number in asked[:-1])
+    named = f"{named} and {holders[asked[-1]]}" if named else holders[asked[-1]]
     needle = StoredNeedle(
         thinking=False,
         head=f"Text {rng.randrange(100_000, 999_999)}.",
         statements=tuple(statements),
-        question=f"What is the secret code of {holders[ask + 1]}?",
-        answer=f"The secret code of {holders[ask + 1]} is {values[ask + 1]}.",
-        answer_tokens=_CODE_TOKENS,
+        question=f"What is the secret code of {named}?"
+        if len(asked) == 1
+        else f"Tell me the secret codes of {named}.",
+        answer="",
+        answer_tokens=_CODE_TOKENS * len(asked),
     )
-    hidden = hide(needle, asked_tokens, [0.0, *depths], rng)
-    value = str(values[ask + 1])
-    others = tuple(str(other) for other in values if str(other) != value)
+    hidden = hide(needle, asked_tokens, depths, rng)
+    wanted = [str(values[number]) for number in asked]
+    others = tuple(str(value) for value in values if str(value) not in wanted)
     return Puzzle(
         label or f"a code in {num_tokens:,} tokens",
         hidden.request,
-        says(value, but_not=others),
-        _CODE_TOKENS + spare_tokens,
-        tag=value,
+        says(*wanted, but_not=others),
+        _CODE_TOKENS * len(asked) + spare_tokens,
+        tag=wanted[0],
         asked_tokens=asked_tokens,
     )
 

@@ -25,10 +25,12 @@ from deskfleet.gates.ruler import TokenRuler
 
 _LEARNT_TOKENS = 2500  # texts up to here teach the ruler; a server that cuts prompts does it beyond
 _NEAR = 0.1  # longer ones do when they are as long as was thought
-_FIRST_TEXT, _PARTS = 160, (100, 12)
+_FIRST_TEXT, _MEASURED_TEXT, _PARTS = 160, 800, (100, 12)
+_SLOWING = 0.75
 _SLOWEST_TOK_S = 50.0  # how fast prompts are read while nothing is known
 _KEPT_RIGHT, _KEPT_WRONG = 12, 60
 _TIMES_PATIENT = 5
+_SHORTER = (0.96, 0.92)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,13 @@ class Answered:
     def sentence(self) -> str:
         """What was asked and what is wrong, in one line."""
         return f"{self.puzzle.label}: {self.wrong or 'right'}"
+
+    @property
+    def read_tok_s(self) -> float | None:
+        """How fast the prompt was read; None where nobody knows."""
+        if self.reply is None or self.reply.first_token_s <= 0:
+            return None
+        return (self.reply.num_prompt_tokens - (self.reply.num_cached_tokens or 0)) / self.reply.first_token_s
 
     def finding(self) -> Finding:
         """Return the failure of a gate that rests on this answer."""
@@ -189,16 +198,21 @@ class Subject:
             raise Decided(answered.finding())
         return answered.reply
 
-    async def ask_fresh(self, make: Callable[[], Puzzle], **fields: Any) -> Answered:
-        """Ask what `make` makes. A family that is known to slip is asked others of the kind when the first is wrong.
+    async def ask_text(self, make: Callable[[int], Puzzle], num_tokens: int) -> Answered:
+        """Ask what `make` makes of about so many tokens, and others of the kind when that does not do.
 
-        The answer is the first right one, or the first of all. What a server gets wrong, it gets wrong each time.
+        A refusal may be the ruler's fault: a little less is tried. A family that is known to slip is asked anew when
+        the answer is wrong; what a server gets wrong, it gets wrong each time. The first right answer counts, or the
+        first of all.
         """
-        first = await self.ask(make(), **fields)
+        first = await self.ask(make(num_tokens))
+        for shorter in _SHORTER:
+            if first.cause == "refusal":
+                first = await self.ask(make(int(num_tokens * shorter)))
         for _ in range(self.questions.second_tries):
             if first.cause != "answer":
                 break
-            another = await self.ask(make(), **fields)
+            another = await self.ask(make(num_tokens))
             if another.is_right:
                 return another
         return first
@@ -227,6 +241,19 @@ class Subject:
                 answered = await self.ask(puzzle)
                 if answered.reply is None:
                     raise Decided(answered.finding())
+
+    async def affordable_tokens(self, time_s: float | None) -> float | None:
+        """Return how many tokens of prompts can be read in a time, alone; None for any number where time is no limit.
+
+        One text is asked to find out; no answer decides the gate.
+        """
+        if time_s is None:
+            return None
+        answered = await self.ask(codes(self.ruler, _MEASURED_TEXT, self.rng, spare_tokens=0))
+        if answered.read_tok_s is None:
+            raise Decided(answered.finding())
+        # Reading slows down as the prefix grows; some of the time is kept for that.
+        return answered.read_tok_s * time_s * _SLOWING
 
     def body(self, puzzle: Puzzle) -> dict[str, Any]:
         """Return the Chat Completions body of a puzzle: greedy, thinking said in the ways that servers understand."""

@@ -7,6 +7,7 @@ Owns routes, request ids, listening. Knows nothing of prompts or events (`protoc
     POST /v1/messages/count_tokens, /tokenize, /detokenize                        tokens of what would be asked
     GET  /v1/models, /v1/models/{id}    GET /openapi.json                         what is served, and how
     GET  /health, /metrics, /ui                                                   `observation.py`
+    GET  /debug/answers                                                           `debug_answers.py`, where asked for
 
 A client that disconnects cancels its handler, whatever that waits for, and with it the engine's request.
 """
@@ -29,8 +30,10 @@ from aiohttp.typedefs import Handler, Middleware
 from deskfleet.endpoint import Endpoint, TokenEngine
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.chat_format import ChatFormat
+from deskfleet.gateway.debug_answers import DebugAnswers
 from deskfleet.gateway.failures import ErrorStyle, UnknownModel, describe_failure
 from deskfleet.gateway.gate import MAX_TOKENS_HEADER, Gate
+from deskfleet.gateway.http_log import leave_out_malformed
 from deskfleet.gateway.observation import Observation, ObservationSettings
 from deskfleet.gateway.observing import RECORD
 from deskfleet.gateway.openapi import render_description
@@ -41,6 +44,8 @@ from deskfleet.gateway.protocols.completions import CompletionsProtocol
 from deskfleet.gateway.protocols.messages import MessagesProtocol
 from deskfleet.gateway.protocols.responses import ResponsesProtocol
 from deskfleet.gateway.protocols.tokens import TokenCounter
+from deskfleet.gateway.replicas import HEADER as TOKENS_HEADER
+from deskfleet.gateway.replicas import RETOKENISED, Replicated, replicated
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.gateway.stream import OPEN_STREAM, fail_stream, generating, stream_answer, whole_answer
 from deskfleet.gateway.thinking import HEADER as THINKING_HEADER
@@ -62,6 +67,8 @@ class _Gateway:
     counter: TokenCounter
     gate: Gate
     policies: Callable[[], Sequence[Policy]]
+    replicas: Replicated | None
+    debug: DebugAnswers | None
     started_at: int
 
 
@@ -75,6 +82,9 @@ CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 
 _THOUGHT: web.RequestKey[str] = web.RequestKey("thought", str)
 _MAX_TOKENS: web.RequestKey[int] = web.RequestKey("max_tokens", int)
+
+_LINGERING_S = 2.0
+"""How long the rest of a body is still taken after its request was refused, so that the client can read why."""
 
 _ANTHROPIC_ROUTES = "/v1/messages"
 _GENERATING_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
@@ -95,13 +105,24 @@ def create_app(
     and life of their own, once all others are there.
     Raises ConfigError or CheckpointError when the checkpoint's configuration or tokenizer cannot be used.
     """
+    leave_out_malformed()
     chat_format = ChatFormat.from_checkpoint(settings.checkpoint)
-    gate = Gate(settings, lambda token_ids: join(chat_format.texts, token_ids).decode(errors="replace"))
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return join(chat_format.texts, token_ids).decode(errors="replace")
+
+    gate = Gate(settings, decode)
+    debug = DebugAnswers(settings.debug_answers, decode) if settings.debug_answers else None
     app = web.Application(
         middlewares=[_boundary, *map(web.middleware, middlewares), gate.door(CALLER)],
         client_max_size=settings.max_body_bytes,
-        # Without it aiohttp lets a handler run on after its client has gone.
-        handler_args={"handler_cancellation": True},
+        handler_args={
+            # Without it aiohttp lets a handler run on after its client has gone.
+            "handler_cancellation": True,
+            # For aiohttp a connection is idle until the headers of its next request are complete.
+            "keepalive_timeout": gate.header_timeout_s,
+            "lingering_time": _LINGERING_S,
+        },
     )
     made = (settings, engine.max_model_len, chat_format)
     chat, messages = ChatProtocol(*made), MessagesProtocol(*made)
@@ -126,6 +147,8 @@ def create_app(
         counter=TokenCounter(*made, chat=chat, messages=messages),
         gate=gate,
         policies=policies if callable(policies) else lambda: policies,
+        replicas=replicated(engine),
+        debug=debug,
         started_at=int(time.time()),
     )
     app.on_response_prepare.append(_add_headers)
@@ -137,6 +160,8 @@ def create_app(
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", get_model)
     app.router.add_get("/openapi.json", describe)
+    if debug is not None:
+        debug.attach(app, CALLER, has_keys=lambda: gate.policies.store.ring() is not None)
     observed.attach(app)
     for extend in extensions:
         extend(app)
@@ -213,9 +238,14 @@ async def generate(request: web.Request) -> web.StreamResponse:
         generating(gateway.engine, prepared.generate) as tokens,
     ):
         watchers = (ticket.push, *watchers, record.watch)
-        if prepared.stream:
-            return await stream_answer(request, tokens, parser, watchers)
-        return await whole_answer(tokens, parser, watchers)
+        if gateway.debug is not None:
+            watchers = (*watchers, gateway.debug.begin(record))
+        try:
+            if prepared.stream:
+                return await stream_answer(request, tokens, parser, watchers)
+            return await whole_answer(tokens, parser, watchers)
+        finally:
+            record.repairs = parser.repairs
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -297,6 +327,9 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
         response.headers[THINKING_HEADER] = thought
     if _MAX_TOKENS in request:
         response.headers[MAX_TOKENS_HEADER] = str(request[_MAX_TOKENS])
+        replicas = request.app[_GATEWAY].replicas
+        if replicas is not None and not replicas.exact_tokens:
+            response.headers[TOKENS_HEADER] = RETOKENISED
 
 
 @web.middleware

@@ -23,7 +23,7 @@ from deskfleet.gateway.policies.images import IMAGE_LIMITS, ImageSettings
 from deskfleet.gateway.policies.line_runs import Decode
 from deskfleet.gateway.policies.request_limits import RequestLimits, check_body
 from deskfleet.gateway.policy_file import Policies, PolicySettings, PolicyStore
-from deskfleet.gateway.refusals import BodyTooLarge, BodyTooSlow
+from deskfleet.gateway.refusals import BodyBroken, BodyTooLarge, BodyTooSlow
 from deskfleet.gateway.settings import GatewaySettings
 
 STOPPING = "the server is stopping and takes no new requests"
@@ -45,6 +45,11 @@ class Gate:
         )
         store.on_reload(self._change)
         self._fetcher = ImageFetcher()
+
+    @property
+    def header_timeout_s(self) -> float:
+        """How long a connection may take to send the headers of its next request, as the settings say now."""
+        return self.policies.store.snapshot.settings.request_limits.header_timeout_s
 
     def door(self, caller_key: web.RequestKey[Caller]) -> Middleware:
         """Return the middleware that lets in who may come in, and says who it is under `caller_key`."""
@@ -110,11 +115,18 @@ async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
             async for block in request.content.iter_any():
                 body += block
                 if len(body) > limits.max_body_bytes:
+                    if "Content-Encoding" in request.headers:
+                        request.content.feed_eof()  # the rest would be unpacked to be thrown away
                     raise BodyTooLarge(f"the body has more than {limits.max_body_bytes} bytes")
     except TimeoutError:
         raise BodyTooSlow(
             f"the body did not arrive within {limits.body_timeout_s:g} s; {len(body)} bytes had"
         ) from None
+    except web.RequestPayloadError:
+        request.content.feed_eof()  # else aiohttp would read on, to see the error once more
+        encoding = request.headers.get("Content-Encoding")
+        kind = f"of the encoding {encoding!r}" if encoding else "of chunks"
+        raise BodyBroken(f"the body is not {kind} that its headers announce, or ends too early") from None
     return bytes(body)
 
 

@@ -106,6 +106,10 @@ REQUESTS: dict[str, MetricSpec] = dict(
             bounds=WAIT_S,
         ),
         _own("counter", "requests", "Requests that are over", "protocol", "outcome"),
+        _own(
+            "counter", "answer_repairs",
+            "Answers in which the model's markup had to be put right, by what was wrong", "protocol", "kind",
+        ),
         _own("gauge", "running_requests", "Requests being answered, those that wait included"),
         _own("gauge", "waiting_requests", "Requests that wait in the gateway for their turn"),
         _own("counter", "cached_prompt_tokens", "Prompt tokens of answered requests that did not have to be run"),

@@ -64,7 +64,7 @@ class Meter:
     `chunk` is called for every chunk of every stream: it is written for speed, without calls that can be avoided.
     """
 
-    __slots__ = ("_gaps", "_last_s", "_latest", "_metrics", "_record")
+    __slots__ = ("_cached", "_gaps", "_last_s", "_latest", "_metrics", "_record")
 
     def __init__(self, metrics: GatewayMetrics, record: RequestRecord, gaps: Histogram) -> None:
         self._metrics = metrics
@@ -72,12 +72,14 @@ class Meter:
         self._gaps = gaps
         self._last_s: float | None = None
         self._latest: TokenChunk | None = None
+        self._cached = 0
 
     def chunk(self, chunk: TokenChunk, now_s: float) -> None:
         """Take in one chunk of the engine."""
         record = self._record
         if self._latest is None:
-            record.num_cached_tokens += chunk.num_cached_tokens
+            self._cached = chunk.num_cached_tokens
+            record.num_cached_tokens += self._cached
             record.queued_s = chunk.queued_s
         self._latest = chunk
         num_tokens = len(chunk.token_ids)
@@ -97,6 +99,8 @@ class Meter:
         """The generation is over, whoever ended it."""
         if self._latest is not None:
             self._record.watch(self._latest)
+            # Some engines tell of cached tokens at the end only.
+            self._record.num_cached_tokens += max(self._latest.num_cached_tokens - self._cached, 0)
             self._record.num_drafted += self._latest.num_drafted
             self._record.num_accepted += self._latest.num_accepted
 
@@ -140,6 +144,8 @@ class GatewayMetrics:
         self.num_running -= 1
         protocol, outcome = record.protocol or "", record.outcome or "failed"
         self._count("requests", protocol, outcome)
+        for kind in record.repairs:
+            self._count("answer_repairs", protocol, kind)
         if record.key is not None:
             self._count("key_requests", record.key, outcome)
             self._count("key_prompt_tokens", record.key, by=record.num_prompt_tokens)

@@ -30,6 +30,7 @@ from deskfleet.gateway.metrics import GatewayMetrics
 from deskfleet.gateway.observing import Observer
 from deskfleet.gateway.policies.counting import Counters
 from deskfleet.gateway.recent import RecentRequests
+from deskfleet.gateway.replicas import describe_replicas, replicated
 from deskfleet.gateway.symptoms import HealthSettings
 from deskfleet.gateway.tracing import Tracer
 from deskfleet.gateway.watch import HealthWatch
@@ -55,7 +56,8 @@ class Observation:
     """The observed side of one gateway that serves `model_id` with `engine`.
 
     `canary_token_ids` is the prompt that shows whether the engine answers, `vocab_size` what its tokens must be below.
-    `policies` are what policies count, `queue` says who waits before the engine. Raises ConfigError when the log cannot be written, or the libraries for traces are missing.
+    `policies` are what policies count, `queue` says who waits before the engine. Raises ConfigError when the log cannot
+    be written, or the libraries for traces are missing.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Observation:
     ) -> None:
         self.model_id = model_id
         self._queue = queue or _no_queue
+        self._replicas = replicated(engine)
         self.metrics = GatewayMetrics(model_id, policies)
         self.recent = RecentRequests()
         self.engine = WatchedEngine(engine, self.metrics)
@@ -119,7 +122,7 @@ class Observation:
 
     async def detail(self, request: web.Request) -> web.Response:
         """Say everything that is known. The status is 200 whatever the state: the answer is about another thing."""
-        return _json(describe_health(self.watch, self._queue()))
+        return _json(describe_health(self.watch, self._queue()) | describe_replicas(self._replicas))
 
     async def show_metrics(self, request: web.Request) -> web.Response:
         """Expose metrics."""

@@ -106,8 +106,8 @@ class Observer:
     def _end(self, record: RequestRecord, status: int, outcome: Outcome) -> None:
         record.status, record.outcome, record.ended_s = status, outcome, self._clock()
         if record.protocol is not None:
-            self.metrics.end(record)
             self.recent.end(record)
+            self.metrics.end(record)
             if self.tracer is not None:
                 self.tracer.record(record)
         if self.access_log is not None and not (outcome == "ok" and record.path.startswith(_QUIET)):

@@ -27,7 +27,7 @@ class RequestRecord:
     `request_id` is the client's own, or empty until one is chosen. `protocol` is None for what generates nothing
     (models, metrics). `began_at` is the time of day, in seconds since 1970. The engine's part begins at `given_s`.
     `num_prompt_tokens` has every image at its full span, `num_drafted` and `num_accepted` are of generations that are
-    over.
+    over. `repairs` are kinds of markup that had to be put right.
     """
 
     request_id: str
@@ -55,6 +55,7 @@ class RequestRecord:
     status: int | None = None
     outcome: Outcome | None = None
     error: str | None = None
+    repairs: frozenset[str] = frozenset()
 
     def watch(self, chunk: TokenChunk) -> TokenChunk:
         """Note how the answer ends when policies have had their say, which the engine may never hear of."""
@@ -74,16 +75,22 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None for fewer than two."""
+        """Seconds per token after the first; None for fewer than two, or when all came at once."""
+        decoding_s = self.decoding_s
+        return None if decoding_s is None else decoding_s / (self.num_generated_tokens - 1)
+
+    @property
+    def decoding_s(self) -> float | None:
+        """Seconds from the first token to the latest; None for fewer than two, or when all came at once."""
         if self.first_token_s is None or self.last_token_s is None or self.num_generated_tokens < 2:
             return None
-        return (self.last_token_s - self.first_token_s) / (self.num_generated_tokens - 1)
+        return self.last_token_s - self.first_token_s or None
 
     @property
     def tok_s(self) -> float | None:
         """Tokens per second of this stream after its first token."""
         tpot_s = self.tpot_s
-        return None if not tpot_s else 1.0 / tpot_s
+        return None if tpot_s is None else 1.0 / tpot_s
 
 
 CURRENT: ContextVar[RequestRecord | None] = ContextVar("deskfleet_request_record", default=None)

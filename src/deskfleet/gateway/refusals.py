@@ -5,6 +5,7 @@ Owns each refusal's status, code and headers. Knows nothing of JSON or of protoc
     NotAuthenticated     401   no key, or none of ours                     WWW-Authenticate
     NotPermitted         403   the key is known and may not do this
     TooManyRequests      429   a limit of the key, or a full queue         Retry-After
+    BodyBroken           400   a body that is not what its headers announce
     BodyTooSlow          408   a body that does not arrive
     BodyTooLarge         413   more bytes than the limit
     WaitedTooLong        503   its turn did not come in time               Retry-After
@@ -55,6 +56,17 @@ class NotPermitted(Refusal):
 
     status = 403
     code = "not_permitted"
+
+
+class BodyBroken(Refusal):
+    """The body cannot be read as its headers say: neither its chunks nor its compression are what they should be."""
+
+    code = "broken_body"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Nobody knows where the next request would begin."""
+        return {"Connection": "close"}
 
 
 class BodyTooSlow(Refusal):
@@ -123,6 +135,7 @@ class DeadlinePassed(Refusal):
 
 
 __all__ = [
+    "BodyBroken",
     "BodyTooLarge",
     "BodyTooSlow",
     "DeadlinePassed",

@@ -22,7 +22,8 @@ class GatewaySettings:
     publisher's own table (8,192 without thinking, 65,536 with, 131,072 at effort `max`, each lowered to the
     context left). `port` 0 takes any free port. `max_running` is how many requests the engine runs at once, where that
     is known. `policies` are settings and keys that were read from files; what they say goes before what is said here.
-    `observation` is what is watched, logged and shown; None leaves that to its own defaults.
+    `observation` is what is watched, logged and shown; None leaves that to its own defaults. `debug_answers` is how
+    many answers are kept as the model wrote them, for GET /debug/answers.
     """
 
     model_id: str
@@ -39,12 +40,15 @@ class GatewaySettings:
     max_running: int | None = None
     policies: PolicyStore | None = None
     observation: ObservationSettings | None = None
+    debug_answers: int = 0
 
     def __post_init__(self) -> None:
         if not self.model_id:
             raise ConfigError("model_id is empty")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not in 0-65535")
+        if self.debug_answers < 0:
+            raise ConfigError(f"debug_answers is {self.debug_answers}, less than 0")
         for name in (
             "default_max_tokens",
             "max_body_bytes",

@@ -33,8 +33,9 @@ class HealthSettings:
     It has `canary_deadline_s` to answer, `canary_request_s` more for each request before it, and the time of their
     prompts. Faults count for `fault_window_s`. An engine that is stuck for `dead_after_s` is given up.
 
-    Floors of None are none, unless whoever serves knows the machine. Below `memory_floor_bytes` of available memory no request is taken; below `memory_critical_bytes` the largest
-    prompts are failed, one by one, and when none is left for `critical_s`, the engine is given up.
+    Below `memory_floor_bytes` of available memory no request is taken; below `memory_critical_bytes` the largest
+    prompts are failed, one by one, and when none is left for `critical_s`, the engine is given up. Floors of None are
+    none, unless whoever serves knows the machine.
     """
 
     period_s: float = 1.0

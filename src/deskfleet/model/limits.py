@@ -18,6 +18,10 @@ PrefixReplay = Literal["window", "exact"]
 rows see less than they did. `exact` runs as many windows as there are layers, and gives the same bits as a cold
 start."""
 
+OperatorChoice = Literal["auto", "native", "reference"]
+"""Who computes the operators of the model: the compiled ones, or plain torch. `auto` takes the compiled ones where they can
+be loaded; `native` refuses to start without them."""
+
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_WINDOW_TAILS = 32
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -131,6 +135,7 @@ __all__ = [
     "DEFAULT_MAX_NUM_BATCHED_TOKENS",
     "DEFAULT_NUM_WINDOW_TAILS",
     "MAX_TRANSIENT_BYTES",
+    "OperatorChoice",
     "PrefixReplay",
     "RunnerLimits",
     "resolve_limits",

@@ -1,8 +1,8 @@
 """What a rank of the native engine needs, line by line, and how that compares with what a rank reported.
 
 Owns how that engine holds a checkpoint's tensors: FP8 weights as bf16, which has all their values, the rest as stored.
-Array lines are exact (`TensorLine`); the process around them was measured once (`Runtime`). Imports no engine, so the two
-are independent.
+Array lines are exact (`TensorLine`); the process around them was measured once (`Runtime`). Imports no engine, so the
+two are independent.
 
 What one step needs besides is not here: it depends on the batch, and the engine sets no bound to it yet.
 """
@@ -101,8 +101,10 @@ def native_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Tensors alike, of one layer, that a rank holds: `count` of `num_values` each, in rows of `width`, at `value_bytes` in
-    memory. A value of FP4 is a byte, which holds two numbers."""
+    """Tensors alike, of one layer, that a rank holds: `count` of `num_values` each, in rows of `width`, at `value_bytes`.
+
+    A value of FP4 is a byte, which holds two numbers.
+    """
 
     tensor_class: TensorClass
     dtype: str
@@ -174,8 +176,8 @@ def _loading_line(all_held: Sequence[_Held]) -> BudgetLine:
     stacked_bytes = decoded_bytes = 0
     for held in all_held:
         if held.dtype == "I8":
-            # w1, w3 and w2 are alike in size; the first two of each expert lie apart until they are stacked, with a scale
-            # for 16 bytes.
+            # w1, w3 and w2 are alike in size; the first two of each expert lie apart until they are stacked, with a
+            # scale for 16 bytes.
             stacked_bytes = max(stacked_bytes, 2 * held.count * (held.num_values + held.num_values // 16))
         parts_bytes = held.num_values * _PARTS_BYTES[held.dtype]
         if held.dtype == "F8_E4M3":

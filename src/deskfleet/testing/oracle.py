@@ -154,11 +154,16 @@ def colour_of(data_url: str) -> str:
 
 
 def _code(question: str, text: str) -> str | None:
-    asked = re.search(r"secret code of (.+?)\?", question)
+    asked = re.search(r"secret codes? of (.+?)[?.]$", question)
     if asked is None:
         return None
-    told = re.search(rf"secret code of {re.escape(asked[1])} is ([^.]+)\.", text)
-    return f"The secret code of {asked[1]} is {told[1]}." if told else "The text does not say that."
+    said = []
+    for holder in re.split(r", | and ", asked[1]):
+        told = re.search(rf"secret code of {re.escape(holder)} is ([^.]+)\.", text)
+        if told is None:
+            return "The text does not say that."
+        said.append(f"The secret code of {holder} is {told[1]}.")
+    return " ".join(said)
 
 
 def _count(question: str, text: str) -> str | None:

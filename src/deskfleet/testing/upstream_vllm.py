@@ -23,13 +23,18 @@ from deskfleet.testing.upstreams import (
 
 
 class ScriptedVllm(ScriptedServer):
-    """A vLLM server. `way` is what it offers: ids in and out, text with ids, or text alone."""
+    """A vLLM server. `way` is what it offers: ids in and out, text with ids, or text alone.
+
+    `num_cached` tokens of every prompt were cached, and `drafts` were drafted and accepted, it says after the end.
+    """
 
     def __init__(
         self, *args: Any, way: Literal["generate", "completions", "text"] = "generate", **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.way = way
+        self.num_cached = 0
+        self.drafts: tuple[int, int] | None = None
         self.has_openapi = True
 
     def _routes(self) -> list[web.RouteDef]:
@@ -153,9 +158,14 @@ class ScriptedVllm(ScriptedServer):
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": len(said),
             "total_tokens": num_prompt_tokens + len(said),
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
-        yield {"request_id": request.request_id, "choices": [], "usage": usage}
+        event = {"request_id": request.request_id, "choices": [], "usage": usage}
+        if self.drafts is not None:
+            drafted, accepted = self.drafts
+            counts = {"num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted}
+            event["metrics"] = {"speculative_decoding": counts}
+        yield event
 
     def _metric_lines(self) -> list[str]:
         label = '{engine="0",model_name="scripted"}'

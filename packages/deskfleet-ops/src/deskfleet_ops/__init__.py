@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
 ABI_VERSION = 1
 LIBRARY_NAME = "libdeskfleet_ops.so"
+LIBRARY_VARIABLE = "DESKFLEET_OPS_LIBRARY"
+"""Environment variable: another library file to load, such as one built with sanitizers."""
 
 BF16, F32, F64 = 0, 1, 2
 WINDOW, ENTRY, INDEX_KEY = 0, 1, 2
@@ -90,6 +93,9 @@ def use_instruction_set(name: str) -> bool:
 
 def _find() -> Path | None:
     """Return the library's file. An editable installation keeps it in another directory than the sources."""
+    given = os.environ.get(LIBRARY_VARIABLE)
+    if given:
+        return Path(given)
     import deskfleet_ops
 
     for directory in deskfleet_ops.__path__:
@@ -107,6 +113,7 @@ __all__ = [
     "F64",
     "INDEX_KEY",
     "LIBRARY_NAME",
+    "LIBRARY_VARIABLE",
     "WINDOW",
     "OpsError",
     "instruction_set",

@@ -25,7 +25,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """`streams` ask `url` `requests` times each, for `tokens` tokens. They begin within `spread_s` seconds."""
+    """`streams` ask `url` `requests` times each, for `tokens` tokens. They begin within `spread_s` seconds.
+
+    After `limit_s` whatever is under way is cut: tokens that came count, requests that did not end are no failures.
+    """
 
     url: str
     model: str
@@ -33,6 +36,7 @@ class Job(msgspec.Struct, kw_only=True):
     requests: int
     tokens: int
     spread_s: float
+    limit_s: float = 60.0
     key: str = "none"
 
 
@@ -45,6 +49,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     num_failed: int
     wall_s: float
     cpu_s: float
+    is_cut: bool = False
     failure: str | None = None
 
 
@@ -67,9 +72,13 @@ async def run_job(job: Job) -> Outcome:
     headers = {"Authorization": f"Bearer {job.key}"}
     async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, headers=headers) as session:
         cpu_s, begin = time.process_time(), time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(job.streams):
-                group.create_task(_stream(session, job, offsets.random() * job.spread_s, tally))
+        is_cut = False
+        try:
+            async with asyncio.timeout(job.limit_s), asyncio.TaskGroup() as group:
+                for _ in range(job.streams):
+                    group.create_task(_stream(session, job, offsets.random() * job.spread_s, tally))
+        except TimeoutError:
+            is_cut = True
         wall_s = time.monotonic() - begin
     return Outcome(
         ttft_s=tally.ttft_s,
@@ -78,6 +87,7 @@ async def run_job(job: Job) -> Outcome:
         num_failed=tally.num_failed,
         wall_s=wall_s,
         cpu_s=time.process_time() - cpu_s,
+        is_cut=is_cut,
         failure=tally.failure,
     )
 
@@ -107,14 +117,21 @@ async def _request(session: aiohttp.ClientSession, job: Job, tally: _Tally) -> f
     began = time.monotonic()
     first: float | None = None
     tail = b""
-    async with session.post(f"{job.url}/v1/chat/completions", json=body) as response:
-        if response.status != 200:
-            raise ValueError(f"status {response.status}: {(await response.read())[:200]!r}")
-        async for data in response.content.iter_any():
-            if first is None and (_CONTENT.search(data) or b'"reasoning' in data):
-                first = time.monotonic()
-            tally.num_events += data.count(_EVENT)
-            tail = (tail + data)[-2000:]
+    num_events = 0
+    try:
+        async with session.post(f"{job.url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}: {(await response.read())[:200]!r}")
+            async for data in response.content.iter_any():
+                if first is None and (_CONTENT.search(data) or b'"reasoning' in data):
+                    first = time.monotonic()
+                num_events += data.count(_EVENT)
+                tail = (tail + data)[-2000:]
+    except asyncio.CancelledError:
+        tally.num_tokens += min(num_events, job.tokens)  # its events are all that is known of what came
+        raise
+    finally:
+        tally.num_events += num_events
     told = _COMPLETION_TOKENS.findall(tail)
     if first is None or not told or int(told[-1]) != job.tokens:
         raise ValueError(f"asked for {job.tokens} tokens, got {told[-1:]}: ...{tail[-200:]!r}")

@@ -50,7 +50,8 @@ def render_gateway(file_name: str, result: GatewayResult) -> str:
             f"`{from_.command}` on {from_.date[:10]}, {commit}{dirty}. {from_.cpu}, {from_.num_cores} cores, "
             f"{format_bytes(from_.memory_bytes)} of memory, load average {load} at the start; Python {from_.python}, "
             f"aiohttp {from_.packages.get('aiohttp', 'absent')}, LiteLLM {result.settings.get('litellm') or 'absent'}. "
-            f"Upstream, gateways and load generator in processes of their own on the same cores. Median of "
+            f"Upstream, gateways and load generator in processes of their own on the same cores. A way that took "
+            f"several times as long as the load was cut there, and what came until then counts. Median of "
             f"{result.settings.get('rounds')} rounds in which all ways take turns, least and greatest in brackets; "
             f"added is what a way has more than the upstream alone in the same round. "
             f"Raw samples: `bench/results/{file_name}`.",

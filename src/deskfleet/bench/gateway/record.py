@@ -47,7 +47,10 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class GatewaySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One way under one load, once. `cpu_s` is what the gateway's process used, None where there is no gateway."""
+    """One way under one load, once. `cpu_s` is what the gateway's process used, None where there is no gateway.
+
+    `is_cut`: it took several times as long as the load does, and was ended; what came until then counts.
+    """
 
     way: str
     load: Load
@@ -59,6 +62,7 @@ class GatewaySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     wall_s: float
     cpu_s: float | None
     client_cpu_s: float
+    is_cut: bool = False
     failure: str | None = None
 
     @property
@@ -138,7 +142,12 @@ class GatewayResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         has_other = bool(other) and way in (FRONT, INSIDE)
 
         def beside(others: dict[int, GatewaySample]) -> list[tuple[GatewaySample, GatewaySample]]:
-            return [(sample, others[number]) for number, sample in own.items() if number in others]
+            # A way that brought nothing within its time has no rate to be a multiple of.
+            return [
+                (sample, others[number])
+                for number, sample in own.items()
+                if number in others and others[number].num_tokens
+            ]
 
         per_cpu = [s.tokens_per_cpu_s for s in own.values() if s.tokens_per_cpu_s is not None]
         per_cpu_ratio = [

@@ -41,6 +41,7 @@ PACES = {1: (0.005, 8), 32: (0.02, 25), 256: (0.05, 20)}
 each is one more time to the first token."""
 
 _OTHER_PACE = (0.02, 25)
+_LIMIT_S, _LIMIT_TIMES = 5.0, 2.0
 _FLAT_OUT_TOKENS_PER_S = 5_000
 """How many to ask for, by second of measurement. The slowest gateway must come to its end too."""
 
@@ -58,6 +59,8 @@ class GatewaySuite:
     rounds: int = 5
     seconds: float = 3.0
     litellm: Path | None = None
+    litellm_rounds: int | None = None
+    """In how many of the rounds LiteLLM takes part, None for all: it takes longer than everybody else together."""
 
     def __post_init__(self) -> None:
         if not self.streams or min(self.streams) < 1 or len(set(self.streams)) < len(self.streams):
@@ -119,6 +122,8 @@ def measure_gateway(
             for load in suite.loads():
                 _set_pace(load, upstream, ways[INSIDE])
                 for way in _turn(list(ways), number):
+                    if way == LITELLM and number > (suite.litellm_rounds or suite.rounds):
+                        continue
                     sample = _measure(generator, way, ways[way], load, number)
                     samples.append(sample)
                     on_sample(sample)
@@ -159,6 +164,7 @@ def _measure(generator: Generator, way: str, served: Served, load: Load, number:
         requests=load.requests,
         tokens=load.tokens,
         spread_s=load.step_s * load.tokens,
+        limit_s=_LIMIT_S + _LIMIT_TIMES * _nominal_s(load),
     )
     before_s = served.cpu_s()
     outcome: Outcome = generator.run(job)
@@ -173,8 +179,16 @@ def _measure(generator: Generator, way: str, served: Served, load: Load, number:
         wall_s=outcome.wall_s,
         cpu_s=None if way == DIRECT else served.cpu_s() - before_s,
         client_cpu_s=outcome.cpu_s,
+        is_cut=outcome.is_cut,
         failure=outcome.failure,
     )
+
+
+def _nominal_s(load: Load) -> float:
+    """How long a load takes when nothing slows it."""
+    if load.step_s:
+        return load.step_s * load.tokens * (load.requests + 1)
+    return load.tokens * load.streams / _FLAT_OUT_TOKENS_PER_S
 
 
 __all__ = ["PACES", "GatewaySuite", "measure_gateway"]

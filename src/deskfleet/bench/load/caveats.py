@@ -49,7 +49,8 @@ LABELS: dict[str, str] = {
 KINDS = {**REFUSALS, **LABELS}
 
 _TOKEN_TOLERANCE = 0.05
-_REACHED = 0.8
+_REACHED, _REACHED_SHORT, _LONG = 0.8, 0.5, 1000
+"""How much of the asked length must be counted. How many tokens a short text has is known less well beforehand."""
 _SHARED_CHARACTERS = 200
 _BUSY = 0.25
 _CLIENT_CPU = 0.8
@@ -211,7 +212,8 @@ def of_cold_prompt(batch: Batch, *, num_allowed: int, count: ServerCount) -> lis
     """Judge a rung of the prefill ladder: read whole, and read cold. `num_allowed` cached tokens may be."""
     found = []
     for stream in batch.answered:
-        if stream.num_prompt_tokens < _REACHED * batch.setup.context:
+        reached = _REACHED if batch.setup.context >= _LONG else _REACHED_SHORT
+        if stream.num_prompt_tokens < reached * batch.setup.context:
             found.append(
                 Caveat(
                     "truncated",

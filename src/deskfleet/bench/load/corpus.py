@@ -17,7 +17,7 @@ from random import Random
 
 from deskfleet.errors import ConfigError
 
-_PIECE_CHARACTERS = 1500
+_PIECE_CHARACTERS = 500
 _LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 )
@@ -25,9 +25,10 @@ _FILLER = "the "
 
 
 class Corpus:
-    """Pieces of text of some 1,500 characters each. `name` and `digest` say which text it was.
+    """Pieces of text of some 500 characters each, a few lines, so that any prompt is a mixture.
 
-    `num_passes` counts how often all of it has been handed out: from 1 on, a prompt repeats text of an earlier one.
+    `name` and `digest` say which text it was. `num_passes` counts how often all of it has been handed out: from 1 on,
+    a prompt repeats text of an earlier one.
     """
 
     def __init__(self, name: str, pieces: list[str], *, seed: int = 0) -> None:

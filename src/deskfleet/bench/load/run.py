@@ -30,8 +30,9 @@ from deskfleet.errors import ConfigError, EngineError
 SILENCE_S = 3600.0
 """How long the server may be silent: a prompt of 900,000 tokens has been seen to take 1,030 s."""
 
-_CALIBRATION_CHARACTERS = (600, 3000)
+_CALIBRATION_CHARACTERS = (2000, 8000)
 _PREFILL_TOKENS = 4
+_LONGEST_TEMPLATE = 32.0
 _MIXED_WARM_UP = 0.2
 
 
@@ -83,10 +84,20 @@ async def measure_load(
 
 @dataclass
 class _Lengths:
-    """How many characters make a token of this server, and how many tokens a request has without any."""
+    """How many characters make a token of this server, by every prompt so far; and how many it has without text."""
 
-    characters_per_token: float = 4.0
     overhead_tokens: float = 0.0
+    num_characters: int = 0
+    num_tokens: float = 0.0
+
+    @property
+    def characters_per_token(self) -> float:
+        return self.num_characters / self.num_tokens if self.num_tokens > 0 else 4.0
+
+    def learn(self, num_characters: int, num_tokens: int) -> None:
+        """A prompt of so many characters was of so many tokens."""
+        self.num_characters += num_characters
+        self.num_tokens += max(1.0, num_tokens - self.overhead_tokens)
 
     def characters(self, num_tokens: int) -> int:
         return max(1, round((num_tokens - self.overhead_tokens) * self.characters_per_token))
@@ -151,7 +162,10 @@ class _Run:
         if not needs_text and not ("mixed" in suite.parts and any(suite.mixed_context)):
             return
         sizes = []
+        longest = self._model.max_model_len
         for number, characters in enumerate(_CALIBRATION_CHARACTERS):
+            if longest is not None:  # a character is at most a token
+                characters = min(characters, max(longest // 4 * (number + 1), 16))
             text = f"{mark(self._salt, 'calibration', number)}\n\n{self._text().take(characters)}"
             body = suite.body(self._model.id, text, sampling="greedy", max_tokens=_PREFILL_TOKENS)
             reply = await self._client.ask(body)
@@ -160,10 +174,13 @@ class _Run:
         if long_tokens <= short_tokens:
             raise EngineError(
                 f"the server counts {short_tokens} tokens in {short} characters and {long_tokens} in {long}",
-                hint="its usage cannot be used to measure",
+                hint="it cuts prompts short, or its usage is no count of tokens",
             )
         per_token = (long - short) / (long_tokens - short_tokens)
-        self._lengths = _Lengths(per_token, max(0.0, short_tokens - short / per_token))
+        # Text differs more than templates are long: an overhead of many tokens would be an artefact of the text.
+        self._lengths = _Lengths(min(max(0.0, short_tokens - short / per_token), _LONGEST_TEMPLATE))
+        for characters, tokens in sizes:
+            self._lengths.learn(characters, tokens)
 
     async def decode(self, number: int) -> None:
         """One round of every decode set-up."""
@@ -214,7 +231,11 @@ class _Run:
             text = filler(length) if suite.filler else self._text().take(length)
             marked = f"{mark(self._salt, 'prefill', rung, number)}\n\n{text}"
             body = suite.body(self._model.id, marked, sampling="greedy", max_tokens=_PREFILL_TOKENS)
-            climbed.append(await self._batch(setup, number, [Ask(case, body)]))
+            batch = await self._batch(setup, number, [Ask(case, body)])
+            if not suite.filler and not batch.refusals:
+                for stream in batch.answered:
+                    self._lengths.learn(len(marked), stream.num_prompt_tokens)
+            climbed.append(batch)
         for caveat in caveats.of_ladder(climbed):
             self._label_last(caveat)
 

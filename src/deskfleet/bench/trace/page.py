@@ -17,7 +17,7 @@ _COLOURS = (
     "#9a6fb0", "#c0562b", "#1f5fa8", "#2f8f8b", "#7a9a3a", "#c9a227", "#444b6e", "#b0587a", "#8a8a8a", "#5d8aa8",
     "#b7b7b7", "#eeeeee",
 )  # fmt: skip
-_WIDTH, _BAR, _LEFT, _RIGHT = 860, 34, 90, 640
+_WIDTH, _BAR, _LEFT, _RIGHT = 900, 34, 90, 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ def as_svg(profile: Profile) -> str:
     """Return a picture: a bar for each rank, as long as its mean step, cut by category."""
     means = [mean_budget(budgets) for budgets in profile.budgets]
     longest_s = max(sum(mean.values()) for mean in means)
-    height = 60 + (len(means) + 0) * (_BAR + 16) + 20
-    height = max(height, 40 + 20 * len(CATEGORIES))
+    num_seen = sum(any(name in mean for mean in means) for name in CATEGORIES)
+    height = max(50 + len(means) * (_BAR + 16), 50 + 20 * num_seen)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
         'font-size="12">',

@@ -59,7 +59,7 @@ class Indexer:
     def _rank(
         self, number: int, query: Tensor, weights: Tensor, visible: Tensor, step: Step
     ) -> tuple[Tensor, Tensor | None]:
-        """Picks int64 [n, L] and, at the candidate source, candidate blocks int64 [n, K] of one segment, unless all are.
+        """Picks int64 [n, L] of one segment and, at the candidate source, its candidate blocks int64 [n, K], unless all are.
 
         A few rows at a time: scores of a long prefix must not decide how much memory a step takes.
         """

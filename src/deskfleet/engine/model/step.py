@@ -30,8 +30,8 @@ class Step:
     """State of one forward pass over `batch`.
 
     picks[index source]  int64 [T, L]: chosen entries of each row, ascending, -1 absent
-    candidates           per segment the candidate blocks int64 [n, K]; None, of one or of all, when every visible entry is
-                         a candidate
+    candidates           per segment the candidate blocks int64 [n, K]; None, for one or for all, when every visible
+                         entry is a candidate
     dcp                  the ranks that share out compressed KV and index keys
     rope[uses_yarn]      cos and sin float32 [T, P]
     entry_rope[ratio]    the same of the entries that this step completes
@@ -95,8 +95,10 @@ class Step:
         return found
 
     def _owned(self, segment: int, count: int, ratio: int) -> tuple[Tensor, Tensor]:
-        """Which of a segment's first `count` entries lie on this rank, and in which page rows; sources of one ratio share
-        them."""
+        """Which of a segment's first `count` entries lie on this rank, and in which page rows.
+
+        Sources of one ratio share them.
+        """
         found = self._places.get((segment, count, ratio))
         if found is None:
             tables, slot = self.batch.tables, self.batch.segments[segment].slot

@@ -57,8 +57,7 @@ from deskfleet.engine.ops.reference import (
     write_rows,
 )
 from deskfleet.errors import EngineError
-
-Choice = Literal["auto", "native", "reference"]
+from deskfleet.model.limits import OperatorChoice
 
 # Where the reference has each operator that both implement; `native` has all of them.
 _SOURCES = {
@@ -101,7 +100,7 @@ _SOURCES = {
 class Selection:
     """What was asked for, what answers, and with which instructions, or why not natively."""
 
-    asked: Choice
+    asked: OperatorChoice
     got: Literal["native", "reference"]
     detail: str
 
@@ -109,7 +108,7 @@ class Selection:
         return f"{self.got} ({self.detail}), asked for {self.asked}"
 
 
-def select(asked: Choice = "auto") -> Selection:
+def select(asked: OperatorChoice = "auto") -> Selection:
     """Choose who computes, from now on and in the whole process.
 
     `auto` takes the native operators where they can be loaded. Raises EngineError when `native` cannot have them.
@@ -121,7 +120,7 @@ def select(asked: Choice = "auto") -> Selection:
     return selection
 
 
-def _find(asked: Choice) -> Selection:
+def _find(asked: OperatorChoice) -> Selection:
     if asked == "reference":
         return Selection(asked, "reference", "plain torch")
     try:
@@ -147,7 +146,6 @@ __all__ = [
     "ENTRY",
     "INDEX_KEY",
     "WINDOW",
-    "Choice",
     "Fp4Matrix",
     "RecordFormat",
     "Selection",

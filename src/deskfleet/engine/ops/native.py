@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import deskfleet_ops
-from deskfleet_ops import instruction_set
 from deskfleet.engine.ops.quant import Fp4Matrix
 from deskfleet.errors import EngineError
+from deskfleet_ops import instruction_set
 
 _library = deskfleet_ops.library()
 _linear = _library.df_linear

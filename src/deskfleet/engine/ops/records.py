@@ -66,8 +66,8 @@ class RecordFormat:
     ) -> tuple[Tensor, Tensor]:
         """Rows bf16 [R, D] that `picks` name, each once, and the index int64 [T, L] into them, -1 absent.
 
-        picks int64 [T, L] are numbers within the slot of each row, slots int64 [T]; number n of slot s is row n % per_block
-        of block blocks[s, n // per_block], int32 [S, B].
+        picks int64 [T, L] are numbers within the slot of each row, slots int64 [T]; number n of slot s is row
+        n % per_block of block blocks[s, n // per_block], int32 [S, B].
         """
         numbers = picks.clamp_min(0)
         found = blocks[slots[:, None], numbers // per_block].to(torch.int64)

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from deskfleet.gates.contract import Figure, Finding, Gate, Grid, failed, passed, skipped
-from deskfleet.gates.launch.context import longest_prompt
-from deskfleet.gates.puzzle import Puzzle
-from deskfleet.gates.questions import codes
+from deskfleet.gates.launch.context import longest_prompt, needle
 from deskfleet.gates.subject import Answered, Subject
 
 _SHORTEST = 512
@@ -53,41 +51,28 @@ async def _run(subject: Subject) -> Finding:
     limit = subject.max_model_len
     longest = longest_prompt(limit or _UNKNOWN_LIMIT, subject.spare_tokens)
     await subject.measure_text(longest)
-    most = await _affordable(subject)
+    most = await subject.affordable_tokens(subject.limits.ladder_s)
     cells = plan_cells(longest, subject.limits.ladder_lengths, subject.limits.ladder_depths, most)
     total, done = sum(cell.num_tokens for cell in cells), 0
     answers: list[tuple[Cell, Answered]] = []
     for cell in cells:
-        answered = await subject.ask_fresh(partial(_needle, subject, cell))
+        answered = await subject.ask_text(partial(needle, subject, cell.depth), cell.num_tokens)
         answers.append((cell, answered))
         done += cell.num_tokens
         subject.report(done, total, "tokens")
         if answered.reply is None or subject.session.gone is not None:
             break
-    return _judge(subject, answers, limit, longest, was_cut=most is not None)
-
-
-def _needle(subject: Subject, cell: Cell) -> Puzzle:
-    return codes(
-        subject.ruler,
-        cell.num_tokens,
-        subject.rng,
-        depths=(cell.depth,),
-        spare_tokens=subject.spare_tokens,
-        label=f"a code at depth {cell.depth:.0%} of {cell.num_tokens:,} tokens",
-    )
-
-
-async def _affordable(subject: Subject) -> float | None:
-    """Return how many tokens may be read, None for any number."""
-    if subject.limits.ladder_s is None:
-        return None
-    await subject.ask(codes(subject.ruler, 600, subject.rng, spare_tokens=subject.spare_tokens))
-    return subject.limits.ladder_s * (subject.session.read_tok_s or 100.0)
+    whole = plan_cells(longest, subject.limits.ladder_lengths, subject.limits.ladder_depths, None)
+    return _judge(subject, answers, limit, longest, num_left_out=len(whole) - len(cells))
 
 
 def _judge(
-    subject: Subject, answers: list[tuple[Cell, Answered]], limit: int | None, longest: int, *, was_cut: bool
+    subject: Subject,
+    answers: list[tuple[Cell, Answered]],
+    limit: int | None,
+    longest: int,
+    *,
+    num_left_out: int,
 ) -> Finding:
     figure = _figure(answers)
     found = sum(answered.is_right for _, answered in answers)
@@ -120,11 +105,15 @@ def _judge(
             figure,
             measured=measured,
         )
-    if not was_cut and reached < _REACHED * longest:
+    if not num_left_out and reached < _REACHED * longest:
         return skipped(
             f"the longest prompt was to have {longest:,} tokens", figure, measured=measured, cause="tool"
         )
-    limited = " (as many as the time given allows)" if reached < _REACHED * longest else ""
+    if len({cell.num_tokens for cell, _ in answers}) < 2 or len({cell.depth for cell, _ in answers}) < 2:
+        return skipped(
+            "the time given allows no ladder: one length or one depth shows little", figure, measured=measured
+        )
+    limited = f"; {num_left_out} prompts left out, for time" if num_left_out else ""
     return passed(f"{measured}, none cached{limited}", figure, found=found, reached=reached)
 
 

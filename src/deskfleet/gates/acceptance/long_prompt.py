@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from random import Random
 
 from deskfleet.gates.company import judge_company
 from deskfleet.gates.contract import Decided, Finding, Gate, failed, passed
-from deskfleet.gates.launch.context import longest_prompt
+from deskfleet.gates.launch.context import longest_prompt, needle
 from deskfleet.gates.questions import codes
 from deskfleet.gates.subject import Answered, Subject
 
@@ -20,18 +21,14 @@ async def _run(subject: Subject) -> Finding:
     limit = subject.max_model_len or _UNKNOWN_LIMIT
     longest = longest_prompt(limit, subject.spare_tokens)
     await subject.measure_text(longest)
-    if subject.limits.ladder_s is not None and subject.session.read_tok_s is not None:
+    affordable = await subject.affordable_tokens(subject.limits.ladder_s)
+    if affordable is not None:
         # Others take their share of the machine meanwhile.
-        affordable = int(subject.limits.ladder_s * _SHARE_OF_LADDER * subject.session.read_tok_s)
-        longest = min(longest, max(affordable, 1000))
+        longest = min(longest, max(int(affordable * _SHARE_OF_LADDER), 1000))
     done = asyncio.Event()
     beside = [asyncio.create_task(_beside(subject, number, done)) for number in range(_BESIDE)]
     try:
-        answered = await subject.ask_fresh(
-            lambda: codes(
-                subject.ruler, longest, subject.rng, depths=(0.2,), spare_tokens=subject.spare_tokens
-            )
-        )
+        answered = await subject.ask_text(partial(needle, subject, 0.2), longest)
     finally:
         done.set()
         others = [each for task in beside for each in await task]

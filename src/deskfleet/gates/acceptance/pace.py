@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import partial
 
 from deskfleet.client import Reply
 from deskfleet.gates.contract import Decided, Finding, Gate, Series, failed, passed, skipped
 from deskfleet.gates.launch.context import longest_prompt
 from deskfleet.gates.puzzle import Puzzle, anything
-from deskfleet.gates.questions import codes, count_on, user
+from deskfleet.gates.questions import codes, count_on
 from deskfleet.gates.subject import Subject
 
 _TOKENS = 64
@@ -116,15 +117,14 @@ STEADY_SPEED = Gate(
 async def _at_depth(subject: Subject) -> Finding:
     """Compare the decoding rate behind prompts of three lengths, the longest as long as the time given allows."""
     limit = subject.max_model_len or 8192
-    longest = longest_prompt(limit, _TOKENS)
+    longest = longest_prompt(limit, 2 * _TOKENS)
     await subject.measure_text(longest)
-    if subject.limits.ladder_s is not None:
-        longest = min(
-            longest, max(1600, int(subject.limits.ladder_s * (subject.session.read_tok_s or 100) / 5))
-        )
+    affordable = await subject.affordable_tokens(subject.limits.ladder_s)
+    if affordable is not None:
+        longest = min(longest, max(1600, int(affordable / 3)))
     rates: list[tuple[int, float]] = []
     for share in _DEPTHS:
-        answered = await subject.ask(_then_count(subject, max(64, int(longest * share))))
+        answered = await subject.ask_text(partial(_several_codes, subject), max(64, int(longest * share)))
         if answered.reply is None:
             return answered.finding()
         if answered.reply.num_completion_tokens < _LEAST_TOKENS or answered.reply.tok_s is None:
@@ -136,18 +136,12 @@ async def _at_depth(subject: Subject) -> Finding:
     return passed(measured, rates=dict(rates))
 
 
-def _then_count(subject: Subject, num_tokens: int) -> Puzzle:
-    """Return a long text that ends with a question for numbers."""
-    text = codes(subject.ruler, num_tokens, subject.rng, spare_tokens=0)
-    content = text.fields["messages"][0]["content"].rpartition("\n\n")[0] + "\n\nCount to 100."
-    return replace(
-        text,
-        label=f"counting behind {num_tokens:,} tokens",
-        fields={"messages": user(content)},
-        check=anything,
-        max_tokens=_TOKENS,
-        tag=None,
+def _several_codes(subject: Subject, num_tokens: int) -> Puzzle:
+    """Return a long text that ends with a question for three codes: a long text has long answers to nothing else."""
+    puzzle = codes(
+        subject.ruler, num_tokens, subject.rng, depths=(0.2, 0.5, 0.8), ask=None, spare_tokens=_TOKENS
     )
+    return replace(puzzle, label=f"three codes in {num_tokens:,} tokens", check=anything)
 
 
 SPEED_AT_DEPTH = Gate(

@@ -21,7 +21,7 @@ async def _run(subject: Subject) -> Finding:
     limit = subject.max_model_len or max(_LENGTHS) + 256
     cached, told = [], True
     for length in (length for length in _LENGTHS if length + 128 < limit):
-        first = await subject.ask_fresh(partial(_text, subject, length))
+        first = await subject.ask_text(partial(_text, subject), length)
         if first.reply is None or not first.is_right:
             return first.finding()
         puzzle, cold = first.puzzle, first.reply

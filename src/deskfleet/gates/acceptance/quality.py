@@ -22,12 +22,16 @@ from deskfleet.model.embedded import POCKET
 _AT_ONCE = 4
 _LONG = (500, 1000, 2000, 4000)
 
-Suite = Callable[[Subject, int], list[Puzzle]]
+Suite = Callable[[Subject, int, float | None], list[Puzzle]]
+"""Of so many questions, whose prompts together may have so many tokens (None: any number)."""
+
+_SUITES = 4  # side by side
 
 
 async def _run(subject: Subject, suite: Suite) -> Finding:
     await subject.measure_text()
-    puzzles = suite(subject, subject.limits.num_questions)
+    affordable = await subject.affordable_tokens(subject.limits.ladder_s)
+    puzzles = suite(subject, subject.limits.num_questions, affordable)
     answers: list[Answered] = []
     for start in range(0, len(puzzles), _AT_ONCE):
         answers += await subject.ask_all(puzzles[start : start + _AT_ONCE], _AT_ONCE)
@@ -69,7 +73,7 @@ def _puzzle(question: Question, spare_tokens: int) -> Puzzle:
     )
 
 
-def _arithmetic(subject: Subject, count: int) -> list[Puzzle]:
+def _arithmetic(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
     if subject.questions.name == POCKET:
         return _from_evaluation(("arithmetic",), subject, count)
     rng, found = subject.rng, []
@@ -80,23 +84,22 @@ def _arithmetic(subject: Subject, count: int) -> list[Puzzle]:
     return found
 
 
-def _instructions(subject: Subject, count: int) -> list[Puzzle]:
+def _instructions(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
     if subject.questions.name == POCKET:
         return _from_evaluation(("spell", "count", "json", "json-format"), subject, count)
     return [_INSTRUCTIONS[number % len(_INSTRUCTIONS)](subject.rng) for number in range(count)]
 
 
-def _tools(subject: Subject, count: int) -> list[Puzzle]:
+def _tools(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
     return _from_evaluation(("tool-calls", "parallel-calls"), subject, count)
 
 
-def _long_context(subject: Subject, count: int) -> list[Puzzle]:
+def _long_context(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
     """Return codes in long texts, several in each: the one that is asked for and others that are not."""
     limit = (subject.max_model_len or 8192) - 128
     lengths = [length for length in _LONG if length <= limit] or [limit]
-    if subject.limits.ladder_s is not None and subject.session.read_tok_s is not None:
-        affordable = subject.limits.ladder_s * subject.session.read_tok_s / 4
-        count = max(3, min(count, int(affordable / (sum(lengths) / len(lengths)))))
+    if affordable is not None:
+        count = max(3, min(count, int(affordable / _SUITES / (sum(lengths) / len(lengths)))))
     return [
         codes(
             subject.ruler,

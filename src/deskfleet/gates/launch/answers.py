@@ -89,7 +89,7 @@ async def _by_length(subject: Subject) -> Finding:
     asked = sorted(length for length in lengths if length <= limit)
     answers = [short]
     for length in asked:
-        answers.append(await subject.ask_fresh(partial(_around, subject, length, chunk)))
+        answers.append(await subject.ask_text(partial(_around, subject, chunk), length))
     wrong = [answered for answered in answers if not answered.is_right]
     right = [answered for answered in answers if answered.is_right]
     measured = f"right at {_tokens(right)} tokens"
@@ -105,7 +105,7 @@ async def _by_length(subject: Subject) -> Finding:
     return passed(f"{measured} (chunks of {chunk})")
 
 
-def _around(subject: Subject, length: int, chunk: int) -> Puzzle:
+def _around(subject: Subject, chunk: int, length: int) -> Puzzle:
     """Return a prompt whose code stands at the end of the first chunk, or in the middle of a shorter one."""
     depth = (chunk - 8) / length if length > chunk + 8 else 0.5
     return codes(subject.ruler, length, subject.rng, depths=(depth,), spare_tokens=subject.spare_tokens)

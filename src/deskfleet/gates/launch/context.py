@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 
 from deskfleet.client import Reply
 from deskfleet.errors import EngineError, RequestError
@@ -92,11 +93,8 @@ async def _needle(subject: Subject) -> Finding:
     first = await _find(subject, min(_FIRST_TEXT, most))
     if not first.is_right or first.reply is None:
         return first.finding()
-    rate = (first.reply.num_prompt_tokens - (first.reply.num_cached_tokens or 0)) / max(
-        first.reply.first_token_s, 1e-3
-    )
-    # Reading slows down as the prefix grows; half of the time is kept for that.
-    affordable = int(rate * subject.limits.long_prompt_s * 0.75)
+    # Reading slows down as the prefix grows; some of the time is kept for that.
+    affordable = int((first.read_tok_s or 0) * subject.limits.long_prompt_s * 0.75)
     wanted = min(most, max(affordable, _FIRST_TEXT))
     answered = first if wanted <= _FIRST_TEXT * 1.25 else await _find(subject, wanted)
     of_limit = "" if limit is None else f" of {limit:,}"
@@ -130,11 +128,20 @@ def longest_prompt(limit: int, spare_tokens: int) -> int:
     return limit - 64 - spare_tokens - limit // 24
 
 
-async def _find(subject: Subject, num_tokens: int) -> Answered:
-    spare = subject.spare_tokens
-    return await subject.ask_fresh(
-        lambda: codes(subject.ruler, num_tokens, subject.rng, depths=(_DEPTH,), spare_tokens=spare)
+def needle(subject: Subject, depth: float, num_tokens: int) -> Puzzle:
+    """Return a prompt of about so many tokens with a code at a depth."""
+    return codes(
+        subject.ruler,
+        num_tokens,
+        subject.rng,
+        depths=(depth,),
+        spare_tokens=subject.spare_tokens,
+        label=f"a code at depth {depth:.0%} of {num_tokens:,} tokens",
     )
+
+
+async def _find(subject: Subject, num_tokens: int) -> Answered:
+    return await subject.ask_text(partial(needle, subject, _DEPTH), num_tokens)
 
 
 NEEDLE = Gate(
@@ -147,4 +154,4 @@ NEEDLE = Gate(
     alone=True,
 )
 
-__all__ = ["CONTEXT", "NEEDLE", "longest_prompt"]
+__all__ = ["CONTEXT", "NEEDLE", "longest_prompt", "needle"]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deskfleet.endpoint import EngineStats
 from deskfleet.gateway.health import HealthReport
 from deskfleet.gateway.metrics import GatewayMetrics
-from deskfleet.gateway.recent import RecentRequests
+from deskfleet.gateway.recent import RecentRequests, RequestRecord
 
 _NUM_POINTS = 300
 _NUM_LATEST = 100
@@ -23,8 +23,8 @@ _NUM_LATEST = 100
 class Point:
     """One second. `number` counts points; rates are per second, over all streams unless they say otherwise.
 
-    `stream_tok_s` is the mean over running streams that have two tokens or more, None without any. `num_waiting` are
-    requests that wait in the gateway or in the engine.
+    `stream_tok_s` is that of one stream, over running ones that have two tokens or more, None without any.
+    `num_waiting` are requests that wait in the gateway or in the engine.
     """
 
     number: int
@@ -78,7 +78,6 @@ class History:
         rates = (0.0, 0.0)
         if before is not None and elapsed_s > 0:
             rates = ((totals[1] - before[1]) / elapsed_s, (totals[2] - before[2]) / elapsed_s)
-        streams = [record.tok_s for record in self._recent.running() if record.tok_s is not None]
         stats = report.stats
         num_held = sum(record.given_s is None for record in self._recent.running())
         self._number += 1
@@ -88,7 +87,7 @@ class History:
                 at=time.time(),
                 tok_s=rates[0],
                 prompt_tok_s=rates[1],
-                stream_tok_s=sum(streams) / len(streams) if streams else None,
+                stream_tok_s=_stream_tok_s(self._recent.running()),
                 num_running=self._metrics.num_running if stats is None else stats.num_running,
                 num_waiting=num_held + (0 if stats is None else stats.num_waiting),
                 kv_usage=_kv_usage(stats),
@@ -105,14 +104,13 @@ class History:
         """Figures of now."""
         ended = [record for record in self._recent.ended(_NUM_LATEST) if record.given_s is not None]
         ttfts = sorted(record.ttft_s for record in ended if record.ttft_s is not None)
-        rates = [record.tok_s for record in ended if record.tok_s is not None]
         queried = 0 if stats is None else stats.num_prefix_queried
         drafted = 0 if stats is None else stats.num_drafted
         return Summary(
             num_latest=len(ended),
             ttft_p50_s=_quantile(ttfts, 0.5),
             ttft_p95_s=_quantile(ttfts, 0.95),
-            stream_tok_s=sum(rates) / len(rates) if rates else None,
+            stream_tok_s=_stream_tok_s(ended),
             cache_hit_rate=stats.num_prefix_hits / queried if stats is not None and queried else None,
             acceptance_rate=stats.num_accepted / drafted if stats is not None and drafted else None,
             tokens_per_verification=(
@@ -123,6 +121,13 @@ class History:
             num_prompt_tokens=self._metrics.num_prompt_tokens,
             num_generated_tokens=self._metrics.num_generated_tokens,
         )
+
+
+def _stream_tok_s(records: Iterable[RequestRecord]) -> float | None:
+    """Tokens after the first over the time they took, all streams together: one that has just begun counts little."""
+    begun = [record for record in records if record.decoding_s is not None]
+    elapsed_s = sum(record.decoding_s or 0.0 for record in begun)
+    return sum(record.num_generated_tokens - 1 for record in begun) / elapsed_s if begun else None
 
 
 def _kv_usage(stats: EngineStats | None) -> float | None:

@@ -31,6 +31,12 @@ class RequestLimits(Section):
     body_timeout_s: Seconds = Field(
         default=60.0, gt=0, description="Seconds in which a body must arrive; always a limit."
     )
+    header_timeout_s: Seconds = Field(
+        default=75.0,
+        gt=0,
+        description="Seconds in which a new connection must say what it wants, and one that is kept open what it "
+        "wants next: request line and headers. Always a limit; changed by a restart only.",
+    )
     max_depth: int = Field(
         default=64, ge=4, le=1000, description="Arrays and objects within each other in a body."
     )

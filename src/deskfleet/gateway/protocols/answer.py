@@ -11,7 +11,10 @@ Owns how tokens reach the library's parser. Knows nothing of HTTP or of how even
   characters are whole.
 * When a stop string matches, or no more calls are wanted, `finished` turns true before the engine is done, and the
   caller closes the engine's iterator.
-* An answer that ends in the middle of a call says `length`, whatever the engine said.
+* An answer that ends in the middle of a call says `length`, whatever the engine said; so does one that a policy cut
+  between the calls of a block, since the model was not done with them.
+* The library takes the count of cached tokens at the beginning. An engine that tells it at the end has its number put
+  into the usage afterwards (`late_cached`).
 """
 
 from __future__ import annotations
@@ -220,10 +223,13 @@ class LibraryAnswer:
     """One answer through the library's parser. A protocol's parser adds how its events are sent.
 
     `stop_reason` says more about why the answer ended, once it has, and is None where there is no more to say.
+    `late_cached` are the cached tokens of the prompt where only the answer's end has told them, else None.
     """
 
     def __init__(self, prepared: PreparedConversation, generator: Generator, chat_format: ChatFormat) -> None:
         self.stop_reason: str | None = None
+        self.late_cached: int | None = None
+        self._told_cached = 0
         self._request_id = prepared.generate.request_id
         parsing = prepared.parsing
         starts = Mode.BLOCK if prepared.calls_are_begun else Mode.ANSWER
@@ -253,6 +259,11 @@ class LibraryAnswer:
         return frozenset(self._calls.repairs)
 
     @property
+    def is_amended(self) -> bool:
+        """Whether there is more to say of the answer's end than the library does."""
+        return self.stop_reason is not None or self.late_cached is not None
+
+    @property
     def has_cut_call(self) -> bool:
         """Whether the last call that was told is not finished."""
         return self._calls.has_cut_call
@@ -262,6 +273,7 @@ class LibraryAnswer:
         parts = self._reader.read(chunk.token_ids, chunk.logprobs, self._hidden_in(chunk))
         if not self._started:
             self._started = True
+            self._told_cached = chunk.num_cached_tokens
             usage = PromptUsage(
                 prompt_tokens=chunk.num_prompt_tokens, prompt_cache_hit_tokens=chunk.num_cached_tokens
             )
@@ -291,7 +303,9 @@ class LibraryAnswer:
             reason = InferenceFinishReason.Stop
         rest, is_whole = self._reader.finish()
         self.stop_reason = chunk.stop_reason
-        if not is_whole:
+        if chunk.num_cached_tokens > self._told_cached:
+            self.late_cached = chunk.num_cached_tokens
+        if not is_whole or (chunk.stop_reason is not None and self._calls.ends_in_block):
             if reason == InferenceFinishReason.Stop:
                 self.stop_reason = self.stop_reason or UNFINISHED_CALL
             reason = InferenceFinishReason.Length

@@ -69,7 +69,7 @@ class CallReader:
     `markers` says what counts as markup. `tools`: the offered tools' parameter schemas by name, None when no call is
     wanted. `starts`: where the prompt has left off. `max_calls`: what comes after so many calls is dropped, and
     `is_complete` says that nothing more is needed. At the end `has_cut_call` says whether the last call that was told
-    lacks its end.
+    lacks its end, `ends_in_block` whether a block of calls does.
     """
 
     plain: ClassVar[frozenset[Mode]] = frozenset({Mode.THOUGHT, Mode.ANSWER, Mode.TEXT_VALUE})
@@ -85,6 +85,7 @@ class CallReader:
         self.repairs: set[str] = set()
         self.num_calls = 0
         self.has_cut_call = False
+        self.ends_in_block = False
         self._tools = tools
         self._markers = markers
         self._max_calls = max_calls
@@ -132,6 +133,7 @@ class CallReader:
         self._put(len(rest), None if is_text else "")
         self._data, self._at = b"", 0
         in_call = self._mode in (Mode.CALL, Mode.TEXT_VALUE, Mode.HELD_VALUE, Mode.BODY)
+        self.ends_in_block = in_call or self._mode is Mode.BLOCK
         if in_call:
             self.repairs.add("unfinished_call")
             self.has_cut_call = self._call.is_shown
@@ -393,6 +395,7 @@ class CallReader:
         self._data, self._at = b"", 0
         pieces, is_finished = trial.finish()
         self.num_calls, self.has_cut_call = trial.num_calls, trial.has_cut_call
+        self.ends_in_block = trial.ends_in_block
         self.repairs |= trial.repairs
         self.repairs.add("unfinished_thought")
         return pieces, is_finished

@@ -132,9 +132,9 @@ class ChatAnswer(LibraryAnswer):
 
     def encode(self, events: list[ChatCompletionChunk]) -> bytes:
         """Return events as they are sent. Called for what each `push` returned, in order."""
-        if self.stop_reason is None:
+        if not self.is_amended:
             return "".join([f"data: {event.to_json()}\n\n" for event in events]).encode()
-        return b"".join(b"data: " + self.with_stop_reason(event.to_json()) + b"\n\n" for event in events)
+        return b"".join(b"data: " + self.amended(event.to_json()) + b"\n\n" for event in events)
 
     def end(self) -> bytes:
         """Return the message that ends a stream of this protocol."""
@@ -148,12 +148,17 @@ class ChatAnswer(LibraryAnswer):
         """Return an empty answer to which the events of `push` can be added."""
         return WholeChatAnswer(self, self._request_id, self._model_id)
 
-    def with_stop_reason(self, text: str) -> bytes:
-        """Return a chunk or an answer that says why it ended, where it does."""
+    def amended(self, text: str) -> bytes:
+        """Return a chunk or an answer with what the library does not know of its end, where it ends."""
         answer: dict[str, Any] = msgspec.json.decode(text)
         for choice in answer["choices"]:
-            if choice["finish_reason"] is not None:
+            if choice["finish_reason"] is not None and self.stop_reason is not None:
                 choice["stop_reason"] = self.stop_reason
+        usage = answer.get("usage")
+        if usage is not None and self.late_cached is not None:
+            usage["prompt_tokens_details"]["cached_tokens"] = self.late_cached
+            usage["prompt_cache_hit_tokens"] = self.late_cached
+            usage["prompt_cache_miss_tokens"] = usage["prompt_tokens"] - self.late_cached
         return msgspec.json.encode(answer)
 
 
@@ -173,7 +178,7 @@ class WholeChatAnswer:
     def to_json(self) -> str:
         """Return the chat.completion object."""
         text = self._response.to_json()
-        return text if self._parser.stop_reason is None else self._parser.with_stop_reason(text).decode()
+        return self._parser.amended(text).decode() if self._parser.is_amended else text
 
 
 def _max_tokens(fields: ChatFields) -> int | None:

@@ -217,7 +217,8 @@ class CompletionAnswer:
         """Return what `chunk` adds, maybe nothing. Raises EngineError for an abort."""
         if chunk.finish_reason == "abort":
             raise EngineError(f"the engine ended a request with {chunk.finish_reason!r}")
-        self._num_prompt, self._num_cached = chunk.num_prompt_tokens, chunk.num_cached_tokens
+        self._num_prompt = chunk.num_prompt_tokens
+        self._num_cached = max(self._num_cached, chunk.num_cached_tokens)  # some engines tell it last
         piece = _Piece()
         pieces: list[_Piece] = []
         last = len(chunk.token_ids) - 1

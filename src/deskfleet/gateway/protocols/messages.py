@@ -162,8 +162,8 @@ class MessagesAnswer(LibraryAnswer):
         told = []
         for event in events:
             name, text = MessagesResponse.sse_event_name(event), event.to_json()
-            if self.stop_reason is not None and name == "message_delta":
-                text = self._with_detail(text)
+            if self.is_amended and name == "message_delta":
+                text = self._amended(text)
             told.append(f"event: {name}\ndata: {text}\n\n")
         return "".join(told).encode()
 
@@ -179,9 +179,20 @@ class MessagesAnswer(LibraryAnswer):
         """Return an empty answer to which the events of `push` can be added."""
         return WholeMessage(self, self._request_id, self._model_id)
 
-    def _with_detail(self, text: str) -> str:
+    def amend(self, usage: dict[str, Any]) -> None:
+        """Put the cached tokens that were told late into a usage; the vendor's input tokens are those without them."""
+        if self.late_cached is not None:
+            both = usage["input_tokens"] + usage["cache_read_input_tokens"]
+            usage["input_tokens"], usage["cache_read_input_tokens"] = (
+                both - self.late_cached,
+                self.late_cached,
+            )
+
+    def _amended(self, text: str) -> str:
         event: dict[str, Any] = msgspec.json.decode(text)
-        event["delta"]["stop_detail"] = self.stop_reason
+        if self.stop_reason is not None:
+            event["delta"]["stop_detail"] = self.stop_reason
+        self.amend(event["usage"])
         return msgspec.json.encode(event).decode()
 
 
@@ -201,7 +212,7 @@ class WholeMessage:
         """Return the message object."""
         parser = self._parser
         text = self._response.to_json()
-        if parser.stop_reason is None and not parser.has_cut_call:
+        if not parser.is_amended and not parser.has_cut_call:
             return text
         message: dict[str, Any] = msgspec.json.decode(text)
         content = message["content"]
@@ -209,6 +220,7 @@ class WholeMessage:
             content.pop()
         if parser.stop_reason is not None:
             message["stop_detail"] = parser.stop_reason
+        parser.amend(message["usage"])
         return msgspec.json.encode(message).decode()
 
 

@@ -206,6 +206,8 @@ class ResponsesAnswer(LibraryAnswer):
             response["reasoning"]["effort"] = response.pop("_effort", None)
         if self.stop_reason is not None:
             response["stop_reason"] = self.stop_reason
+        if self.late_cached is not None and response.get("usage") is not None:
+            response["usage"]["input_tokens_details"]["cached_tokens"] = self.late_cached
 
     def _completed(self, text: str) -> str:
         event: dict[str, Any] = msgspec.json.decode(text)

@@ -224,22 +224,34 @@ class HttpUpstream(ABC):
     async def _stream_parts(
         self, answer: Answer, deadline_s: float | None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield one answer out of several requests. What the first says of the prompt holds for all."""
+        """Yield one answer out of several requests. What the first says of the prompt holds for all: the others find
+        it in the cache. Drafts are added up.
+        """
         num_prompt_tokens: int | None = None
-        ended = False
+        num_cached = num_drafted = num_accepted = 0  # drafts of earlier parts
+        is_first, ended = True, False
         while not ended:
             part = answer.next_part()
+            said: TokenChunk | None = None
             async with aclosing(self._stream(part, deadline_s)) as chunks:
                 async for chunk in chunks:
                     said = answer.add(part, chunk)
                     if num_prompt_tokens is None:
                         num_prompt_tokens = said.num_prompt_tokens
+                    if is_first:
+                        num_cached = min(max(num_cached, said.num_cached_tokens), num_prompt_tokens)
                     ended = said.finish_reason is not None
                     if said.token_ids or ended:
-                        num_cached_tokens = min(said.num_cached_tokens, num_prompt_tokens)
                         yield replace(
-                            said, num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens
+                            said,
+                            num_prompt_tokens=num_prompt_tokens,
+                            num_cached_tokens=num_cached,
+                            num_drafted=num_drafted + said.num_drafted,
+                            num_accepted=num_accepted + said.num_accepted,
                         )
+            is_first = False
+            if said is not None:
+                num_drafted, num_accepted = num_drafted + said.num_drafted, num_accepted + said.num_accepted
 
     async def _stream(self, part: Part, deadline_s: float | None) -> AsyncGenerator[TokenChunk, None]:
         """Yield what the engine says to one request, its last chunk once the stream has ended."""
