@@ -7,8 +7,6 @@ was interrupted goes on. Exit code 1 when a line fails. What the lines are says 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from deskfleet.model.checkpoint import CONFIG_NAME, INDEX_NAME
 from deskfleet.model.embedded import POCKET, locate
+from pocket.kept import kept_in, write_kept
 from pocket.lines import LINES, Desk, Line
-
-
-def fingerprint(checkpoint: Path) -> str:
-    """A hash of the checkpoint's configuration, index and shards."""
-    digest = hashlib.sha256()
-    for path in (
-        checkpoint / CONFIG_NAME,
-        checkpoint / INDEX_NAME,
-        *sorted(checkpoint.glob("*.safetensors")),
-    ):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def accept(
@@ -98,13 +84,12 @@ def main(arguments: list[str] | None = None) -> None:
                 f"there is no line {sorted(unknown)[0]!r}; lines are {', '.join(line.name for line in LINES)}"
             )
         lines = tuple(line for line in LINES if line.name in wanted)
-    own = fingerprint(checkpoint)
-    kept: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    if kept.get("sha256") != own:
-        kept = {"checkpoint": str(given.checkpoint), "sha256": own, "lines": {}}
+    kept = kept_in(
+        given.out, checkpoint, f"python -m pocket.accept {given.checkpoint} --n {given.n}", "lines"
+    )
 
     def keep() -> None:
-        given.out.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_kept(given.out, kept)
 
     accept(checkpoint, lines, given.n, kept["lines"], keep)
     print(as_markdown(kept["lines"]), end="")
@@ -116,4 +101,4 @@ if __name__ == "__main__":
     main()
 
 
-__all__ = ["accept", "as_markdown", "fingerprint", "main"]
+__all__ = ["accept", "as_markdown", "main"]

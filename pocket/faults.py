@@ -95,9 +95,19 @@ FAULTS = (*RANK_FAULTS, *_EFFORT_FAULTS)
 
 
 def plant_in_rank(name: str) -> None:
-    """Plant a fault in this process, if it is one of ranks."""
-    if name in RANK_FAULTS:
+    """Plant a fault in this process, if it is one of ranks, whenever operators are chosen: that puts sound ones in."""
+    from deskfleet.engine import ops
+
+    if name not in RANK_FAULTS:
+        return
+    choose = ops.select
+
+    def select(*arguments: Any) -> Any:
+        selection = choose(*arguments)
         RANK_FAULTS[name]()
+        return selection
+
+    ops.select = select  # type: ignore[assignment]
 
 
 @contextmanager

@@ -88,8 +88,12 @@ def _side_by_side(ways: Path | None, exported: Path | None) -> str:
 
 
 def _provenance(found: Mapping[str, Any]) -> str:
+    come_from = found["provenance"]
+    commit = "outside a checkout" if come_from["commit"] is None else f"commit `{come_from['commit'][:12]}`"
+    dirty = " with uncommitted changes" if come_from["is_dirty"] else ""
     return (
-        ", ".join(str(found[key]) for key in ("date", "hardware", "questions") if key in found) or "undated"
+        f"`{come_from['command']}` on {come_from['date'][:10]}, {commit}{dirty}; {come_from['cpu']}, "
+        f"{come_from['num_cores']} cores"
     )
 
 

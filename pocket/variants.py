@@ -23,6 +23,7 @@ from deskfleet.evaluation.run import EvalSettings
 from deskfleet.model.embedded import POCKET, locate
 from pocket.corruptions import VARIANTS, Variant
 from pocket.exam import Way, examine
+from pocket.kept import kept_in, write_kept
 
 _MOST_TOKENS = 128  # of an answer: enough for a call, and for prose to part ways
 _DROP = 0.2  # of a rate, against the sound checkpoint's on the same questions
@@ -192,14 +193,14 @@ def main(arguments: list[str] | None = None) -> None:
         print("\n".join(f"{variant.name:18} {variant.what}" for variant in VARIANTS.values()))
     elif given.table:
         names = list(VARIANTS) if given.only is None else given.only.split(",")
-        found = (
-            dict(json.loads(given.out.read_text())) if given.out is not None and given.out.exists() else {}
-        )
+        command = f"python -m pocket.variants --table --checkpoint {given.checkpoint} --n {given.n}"
+        kept = kept_in(given.out, checkpoint, command, "variants")
+        found = kept["variants"]
         missing = [name for name in names if name not in found]
         for seen in look(checkpoint, missing, num_questions=given.n, say=_say) if missing else ():
             found[seen.name] = seen.to_dict()
             if given.out is not None:
-                given.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_kept(given.out, kept)
         print(as_markdown(found), end="")
     elif given.name and given.output:
         VARIANTS[given.name].write(checkpoint, given.output)

@@ -257,7 +257,11 @@ def architecture_page() -> str:
 
 def _tree() -> str:
     lines = []
-    for root in ("src/deskfleet", "packages/deskfleet-engram/src/deskfleet_engram"):
+    for root in (
+        "src/deskfleet",
+        "packages/deskfleet-engram/src/deskfleet_engram",
+        "packages/deskfleet-ops/src/deskfleet_ops",
+    ):
         lines.append(f"{root}/")
         for path in sorted(
             (ROOT / root).rglob("*.py"), key=lambda p: (p.parent, p.name != "__init__.py", p.name)

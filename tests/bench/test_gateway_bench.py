@@ -91,12 +91,9 @@ def test_all_ways_are_measured_and_a_slow_one_is_seen(tmp_path: Path) -> None:
     assert not any(sample.num_failed for sample in result.samples), [s.failure for s in result.samples]
     for sample in result.samples:
         all_tokens = sample.load.streams * sample.load.requests * sample.load.tokens
-        if sample.is_cut:  # the stub takes 20 ms a line, and flat out that is longer than anybody waits
-            assert (sample.way, sample.load.step_s) == (LITELLM, 0)
-            assert 0 < sample.num_tokens < all_tokens
-        else:
-            assert sample.num_tokens == all_tokens
-            assert len(sample.ttft_ms) == sample.load.streams * (sample.load.requests - 1)
+        assert not sample.is_cut
+        assert sample.num_tokens == all_tokens
+        assert len(sample.ttft_ms) == sample.load.streams * (sample.load.requests - 1)
         assert (sample.cpu_s is None) == (sample.way == DIRECT)
     rows = {
         (row["way"], row["load"]["streams"], row["load"]["step_s"]): row for row in found["summary"]["rows"]
@@ -153,7 +150,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert row.kept_rate is not None
     assert (row.added_p50_ms.least, row.added_p50_ms.greatest) == pytest.approx((0.5, 0.5))
     assert row.kept_rate.median == pytest.approx(1 / 1.1)
-    assert row.times_litellm is None  # it brought nothing: no rate to be a multiple of
+    assert row.times_litellm is None  # cut: what came is no rate to be a multiple of
     assert [(verdict.met, verdict.target.endswith(("1", "0.95"))) for verdict in result.verdicts()] == [
         (True, True),
         (False, True),

@@ -17,6 +17,7 @@ import deskfleet_ops
 from deskfleet.engine import ops
 from deskfleet.engine.ops import native, records, reference
 from deskfleet.errors import EngineError
+from tests.engine.golden import Harness, golden
 
 BF16 = torch.bfloat16
 SETS = [name for name in ("avx512", "avx2", "sse2", "neon") if deskfleet_ops.use_instruction_set(name)]
@@ -238,6 +239,26 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     }
     finite = {name for name, result in results.items() if bool(torch.isfinite(result).all())}
     assert not finite
+
+
+@torch.inference_mode()
+def test_a_whole_model_gives_the_same_bits(harness: Harness) -> None:
+    """A prompt in one pass, steps, a batch and drafts: logits and caches, by either implementation."""
+    ids = golden("golden/prefill")["len130.input_ids"]
+    results = []
+    for choice in ("native", "reference"):
+        ops.select(choice)
+        try:
+            parts = [harness.run(harness.segment(ids, 0, 120))[0]]
+            parts += [harness.run(harness.segment(ids, p, p + 1))[0] for p in range(120, 124)]
+            parts += [harness.run(harness.segment(ids, 124, 130), harness.segment(ids, 0, 9, slot=1))[0]]
+            proposal = harness.propose(ids[[5, 6]], [129, 8], [0, 1])
+        finally:
+            ops.select()
+        cached = [*harness.cache.windows, *harness.cache.entries.values(), *harness.cache.index_keys.values()]
+        results.append([*parts, proposal.logits, proposal.confidence, *(pages.clone() for pages in cached)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_another_dtype_is_refused() -> None:

@@ -20,7 +20,6 @@ from deskfleet.engine.llm import LLM
 from deskfleet.engine.messages import AddRequest
 from deskfleet.engine.weights import Allocate
 from deskfleet.model.layout import Layout, ShardPlan
-from deskfleet.model.limits import OperatorChoice
 from tests.engine.engines import MODEL, greedy, random_ids
 from tests.engine.golden import checkpoint, measured, plain_limits, token_map
 from tests.engine.lockstep import Lockstep, poisoned, tensors_of
@@ -92,9 +91,21 @@ def drive(group: Lockstep) -> tuple[bytes, list[int]]:
     return logits, tokens
 
 
+@pytest.fixture(scope="module", params=["native", "reference"])
+def operators(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Who computes. The watch sees what torch computes: with the reference operators, every step."""
+    ops.select(request.param)
+    yield request.param
+    ops.select()
+
+
 @pytest.fixture(scope="module")
-def clean() -> tuple[bytes, list[int]]:
-    """What one rank gives in ordinary memory."""
+def clean(operators: str) -> tuple[bytes, list[int]]:
+    """What one rank gives in ordinary memory.
+
+    It also meets every torch operator before several threads do: torch makes the objects that a watch sees at their
+    first use, and not safely from two threads at once.
+    """
     return drive(group_of(1))
 
 
@@ -107,25 +118,16 @@ def test_three_ranks_need_padding() -> None:
         assert plan.shard(name, 2).num_padding > 0
 
 
-@pytest.mark.parametrize("operators", ["native", "reference"])
 @pytest.mark.parametrize("tp_size", [3, 5])
-def test_poisoned_padding_reaches_nothing(
-    tp_size: int, operators: OperatorChoice, clean: tuple[bytes, list[int]]
-) -> None:
-    """No tensor, no operator's result and nothing sent holds a NaN on any rank; of five, one is all padding.
-
-    The watch sees what torch computes: with the reference operators, every step.
-    """
-    ops.select(operators)
-    try:
-        group = group_of(tp_size, poisoned)
-        logits, tokens = drive(group)
-    finally:
-        ops.select()
+def test_poisoned_padding_reaches_nothing(tp_size: int, clean: tuple[bytes, list[int]]) -> None:
+    """No tensor, no operator's result and nothing sent holds a NaN on any rank; of five, one is all padding."""
+    group = group_of(tp_size, poisoned)
+    logits, tokens = drive(group)
     assert group.not_finite == []
     assert (logits, tokens) == clean
 
 
+@pytest.mark.usefixtures("clean")
 def test_padding_left_unwritten_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch is awake: without the loader's zeros, the rank with padding is reported in every way."""
     monkeypatch.setattr(weights, "_zero_padding", lambda local, shard: None)

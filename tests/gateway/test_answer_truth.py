@@ -268,9 +268,11 @@ async def test_repairs_are_counted_by_kind() -> None:
 
 
 async def test_raw_answers_are_off_unless_asked_for() -> None:
-    async with requesting(ScriptedEngine(says("Hello."))) as (session, url):
-        async with session.get(f"{url}/debug/answers") as response:
-            assert response.status == 404
+    async with (
+        requesting(ScriptedEngine(says("Hello."))) as (session, url),
+        session.get(f"{url}/debug/answers") as response,
+    ):
+        assert response.status == 404
 
 
 async def test_raw_answers_for_whoever_sits_here() -> None:

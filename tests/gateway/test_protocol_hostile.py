@@ -10,12 +10,14 @@ import gzip
 import itertools
 import json
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import pytest
 from chat_scripts import CHAT, HELLO, MODEL, ask, chatting, joined, says
 from openai import AsyncOpenAI
@@ -41,6 +43,7 @@ def limits() -> PolicyStore:
                 "request_limits": {
                     "header_timeout_s": LIMIT_S,
                     "body_timeout_s": LIMIT_S,
+                    "unread_timeout_s": LIMIT_S,
                     "max_body_bytes": MAX_BODY,
                 }
             }
@@ -148,6 +151,13 @@ async def stops_in_the_second_header(raw: Raw) -> bytes:
     return await raw.rest()
 
 
+async def breaks_a_later_chunk(raw: Raw) -> bytes:
+    await raw.send(post(b"", "Transfer-Encoding: chunked") + chunked(b'{"a":'))
+    await asyncio.sleep(0.1)
+    await raw.send(b"zz\r\n")
+    return await raw.rest()
+
+
 BOMB = gzip.compress(bytes(64 * MAX_BODY))
 DEEP = b'{"messages": ' + b"[" * 400_000
 BOUNDARY = b"\r\n0\r\n\r\n"
@@ -189,6 +199,7 @@ ATTACKS: dict[str, tuple[Attack, set[int] | frozenset[int]]] = {
         {400},
     ),
     "a chunk that says what it is not": (sends(post(b"zz\r\nabc\r\n", "Transfer-Encoding: chunked")), {400}),
+    "a later chunk that is none": (breaks_a_later_chunk, {400, 408}),
     "a body that is announced too large": (sends(post(b"", f"Content-Length: {MAX_BODY + 1}")), {413}),
     "a length of 30 digits": (sends(post(b"", f"Content-Length: {10**30}")), {400, 413}),
     "chunks without end": (
@@ -266,6 +277,36 @@ async def test_a_client_that_half_closes_after_asking_is_gone() -> None:
             while engine.num_running:
                 await asyncio.sleep(0.01)
         assert engine.num_cancelled == 1
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux ends such connections")
+async def test_a_client_that_does_not_read_is_gone_after_a_while() -> None:
+    """Its answer does not fit on the way; it keeps the connection alive and reads nothing of it."""
+    text = " ".join(str(number) for number in range(700))
+    body = {"model": MODEL, "messages": HELLO, **CHAT, "stream": True, "logprobs": True, "top_logprobs": 20}
+    engine = ScriptedEngine(says(text), max_model_len=20_000)
+    async with chatting(engine, policies=limits()) as (client, _):
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.connect(("127.0.0.1", client.base_url.port))
+            lazy.sendall(post(json.dumps(body).encode()))
+            async with asyncio.timeout(30):
+                while not (engine.requests and await running_requests(client) == 1):
+                    await asyncio.sleep(0.05)
+                begun = time.monotonic()
+                while await running_requests(client):
+                    await asyncio.sleep(0.1)
+            assert time.monotonic() - begun > LIMIT_S / 2, "it was given time"
+        assert (engine.num_running, engine.num_cancelled) == (0, 1)
+
+
+async def running_requests(client: AsyncOpenAI) -> int:
+    """As the server counts them."""
+    url = client.base_url.join("/metrics")
+    async with aiohttp.ClientSession() as session, session.get(str(url)) as response:
+        text = await response.text()
+    (line,) = [line for line in text.splitlines() if line.startswith("deskfleet_running_requests ")]
+    return int(float(line.split()[1]))
 
 
 async def test_connections_without_requests_are_let_go_by_hundreds() -> None:

@@ -7,17 +7,23 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+import typer
 from chat_scripts import CHAT, CHECKPOINT, HELLO, says
 from openai import AsyncOpenAI
 from upstream_scripts import server_of
 
+from deskfleet.cli.gateway import register as register_gateway
+from deskfleet.cli.serve import register as register_serve
+from deskfleet.gateway.key_file import change_key_file, make_secret
 from deskfleet.testing.upstreams import ScriptedServer
 
 COMMAND = (sys.executable, "-c", "import sys; from deskfleet.cli import main; sys.exit(main())", "gateway")
@@ -149,3 +155,58 @@ async def test_what_is_wrong_ends_it_with_the_code_for_it(tmp_path: Path) -> Non
             assert "s3cret" not in err
         async with gateway(*good, "--upstream-key-file", str(key)) as running:
             assert running.ready["upstreams"][0]["state"] == "closed"
+
+
+async def test_policies_and_keys_hold_in_front_of_other_engines(tmp_path: Path) -> None:
+    """As with `deskfleet serve`: keys, a cap, a reload, the log, raw answers; nothing else is open."""
+    secret = make_secret()
+    change_key_file(tmp_path / "keys.toml", lambda old: old.with_key("alice", secret, datetime.now(UTC)))
+    policies, log = tmp_path / "policies.toml", tmp_path / "access.log"
+    policies.write_text('keys_file = "keys.toml"\n[completion_cap]\nmax_tokens = 3\n')
+    more = ("--policies", str(policies), "--access-log", str(log), "--debug-answers", "5")
+    async with (
+        server_of("vllm", says("Hello to all of you.")) as server,
+        gateway(*flags_for(server), *more) as running,
+    ):
+        url = running.ready["url"]
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0) as client:
+            reply = await client.chat.completions.create(model="model", messages=HELLO, extra_body=CHAT)
+            assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 3)
+            policies.write_text('keys_file = "keys.toml"\n[completion_cap]\nmax_tokens = 300\n')
+            running.process.send_signal(signal.SIGHUP)
+            assert running.process.stderr is not None
+            line = await asyncio.wait_for(running.process.stderr.readline(), START_S)
+            assert line == b"reload: settings and keys were read again\n"
+            reply = await client.chat.completions.create(model="model", messages=HELLO, extra_body=CHAT)
+            assert reply.choices[0].message.content == "Hello to all of you."
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/v1/models") as response:
+                assert response.status == 401
+            async with session.get(f"{url}/debug/answers", headers={"x-api-key": secret}) as response:
+                answers = (await response.json())["answers"]
+        assert [answer["finish_reason"] for answer in answers] == ["stop", "length"]
+        assert (await running.stop())[0] == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [each["key"] for each in lines if each["path"] == "/v1/chat/completions"] == ["alice", "alice"]
+    assert secret not in log.read_text()
+
+
+def test_both_verbs_that_serve_take_the_same_flags_for_it() -> None:
+    def flags(register: Callable[[typer.Typer], None]) -> dict[str, str]:
+        app = typer.Typer()
+        register(app)
+        found: Any = typer.main.get_command(app)
+        return {option: parameter.help for parameter in found.params for option in parameter.opts}
+
+    serve, front = flags(register_serve), flags(register_gateway)
+    shared = (
+        "--policies",
+        "--keys",
+        "--access-log",
+        "--traces",
+        "--debug-answers",
+        "--host",
+        "--port",
+        "--json",
+    )
+    assert {name: serve[name] for name in shared} == {name: front[name] for name in shared}

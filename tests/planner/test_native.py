@@ -44,7 +44,7 @@ def lines_of(
 
 
 def test_the_published_experts_by_hand() -> None:
-    """40 layers of 384 experts, or 128 on the first of three ranks: three matrices, half a byte a weight, scales of 32."""
+    """40 layers of 384 experts, or 128 on the first of three ranks: three matrices of FP4 with a scale for 32."""
     expert_bytes = 3 * 5120 * 2304 * 17 // 32
     assert bytes_of(lines_of(PUBLISHED, 1), TensorLine.routed_experts) == 40 * 384 * expert_bytes
     assert bytes_of(lines_of(PUBLISHED, 3), TensorLine.routed_experts) == 40 * 128 * expert_bytes

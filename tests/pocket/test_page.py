@@ -100,12 +100,14 @@ def test_parts_come_from_the_latest_files_and_marks_must_be_there(tmp_path: Path
     for day, verdict in (("2026-12-01", "fail"), ("2026-12-02", "pass")):
         line = {"limit": ">= 95 %", "measured": 0.97, "asked": 60, "verdict": verdict}
         cells = [{"num_tokens": 4000, "depth": 0.5, "asked": 1, "right": 1}]
-        found = {"date": day, "lines": {"facts": line, "needle": {**line, "detail": {"cells": cells}}}}
+        provenance = {"command": "c", "date": f"{day}T10:00", "commit": "a" * 40, "is_dirty": True}
+        lines = {"facts": line, "needle": {**line, "detail": {"cells": cells}}}
+        found = {"provenance": {**provenance, "cpu": "x", "num_cores": 2}, "lines": lines}
         (tmp_path / f"{day}-accept.json").write_text(json.dumps(found))
     made = parts(tmp_path)["acceptance"]
     assert "| facts | >= 95 % | 0.97 | 60 | pass |" in made
     assert "| 4,000 | 1 of 1 |" in made
-    assert "From `pocket/log/2026-12-02-accept.json`, 2026-12-02." in made
+    assert "From `pocket/log/2026-12-02-accept.json`, `c` on 2026-12-02, commit `aaaaaaaaaaaa` with" in made
     page = "a\n<!-- begin acceptance -->\nold\n<!-- end acceptance -->\nb\n"
     assert filled(page, {"acceptance": made}) == page.replace("old\n", made)
     with pytest.raises(ValueError, match="no part 'variants'"):

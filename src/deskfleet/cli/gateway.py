@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from deskfleet.cli.flags import HOST, PORT, THINKING, Host, Json, Port
+from deskfleet.cli.loop import run_server, settle
 from deskfleet.cli.serving import (
     AccessLogFile,
     DebugAnswers,
@@ -134,12 +134,13 @@ def run(
 
     def on_event(event: FrontEvent) -> None:
         if isinstance(event, FrontReady):
+            settle()
             warn_if_open(host, options.gateway.policies)
             announce(event, as_json=as_json)
         else:
             say(f"waiting for an engine: {event.reason}")
 
-    asyncio.run(_serve_until_signal(options, on_event))
+    run_server(_serve_until_signal(options, on_event))
     say("stopped")
 
 

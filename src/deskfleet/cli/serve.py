@@ -5,7 +5,6 @@ Other verbs serve a checkpoint for as long as they need it, in the same way (`se
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from deskfleet.cli.flags import (
     ThreadsPerRank,
     WindowTails,
 )
+from deskfleet.cli.loop import run_server, settle
 from deskfleet.cli.serving import (
     AccessLogFile,
     DebugAnswers,
@@ -148,10 +148,11 @@ def run(
         def on_event(event: ServeEvent) -> None:
             report.show(event)
             if isinstance(event, Ready):
+                settle()
                 warn_if_open(host, options.gateway.policies)
                 announce(event, as_json=as_json)
 
-        asyncio.run(serve_until_signal(options, on_event))
+        run_server(serve_until_signal(options, on_event))
     say("stopped")
 
 

@@ -136,7 +136,7 @@ def run(
     speculate: Speculate = ENGINE.speculation,
     as_json: Json = False,
 ) -> int:
-    """May traffic open? Ask the launch gates: known answers, in seconds.
+    """Ask the launch gates, in seconds: may traffic open?
 
     Of any OpenAI-compatible server, or of a CHECKPOINT that is served meanwhile. Exit code 1 when a gate fails, 3 when
     nobody answers or nothing could be shown. Without --evidence, what failed is kept in a temporary directory.

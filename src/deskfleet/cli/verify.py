@@ -83,7 +83,7 @@ def run(
     speculate: Speculate = ENGINE.speculation,
     as_json: Json = False,
 ) -> int:
-    """Is this set-up good? Ask the acceptance gates: minutes to hours.
+    """Ask the acceptance gates: is this set-up good?
 
     The launch gates first, then needles at every depth and length, a soak with every answer checked, churn, warm
     caches, quality. Exit code 1 when a gate fails, 3 when nobody answers or nothing could be shown.

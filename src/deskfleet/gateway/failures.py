@@ -11,7 +11,8 @@ what this module makes.
     EngineError, RankDied                           503 engine_failed
     anything else                                   500 internal_error
 
-Anthropic's clients know a prompt that is too long by the words of the message, so theirs are used.
+Clients know a prompt that is too long by the words of the message, so their vendors' words are used: Anthropic's for
+Anthropic's clients, and OpenAI's before our own sentence for all others.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def describe_failure(error: Exception) -> Failure:
     match error:
         case PromptTooLong():
             return _invalid(
-                error, status=400, code="context_length_exceeded", anthropic=_anthropic_length(error)
+                error,
+                status=400,
+                code="context_length_exceeded",
+                before=f"This model's maximum context length is {error.max_model_len} tokens. ",
+                anthropic=_anthropic_length(error),
             )
         case UnknownModel():
             return _invalid(error, status=404, code="model_not_found")
@@ -108,9 +113,10 @@ def _invalid(
     status: int,
     code: str | None,
     headers: Mapping[str, str] | None = None,
+    before: str = "",
     anthropic: str | None = None,
 ) -> Failure:
-    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    message = before + (f"{error.message}; {error.hint}" if error.hint else error.message)
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"  # many clients show the message and nothing else
     kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

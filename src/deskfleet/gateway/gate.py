@@ -8,8 +8,10 @@ Owns in which order they meet a request, and reading its body within the limits.
 from __future__ import annotations
 
 import asyncio
+import math
+import socket
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -63,6 +65,7 @@ class Gate:
         """
         self.admission.check_open()
         settings = self.policies.settings_for(self._model_id, caller.key)
+        _limit_unread(request, settings.request_limits.unread_timeout_s)
         body = await _read_within(request, settings.request_limits)
         if len(body) > _QUICK_BYTES:
             await asyncio.to_thread(check_body, body, settings.request_limits)
@@ -88,6 +91,8 @@ class Gate:
         self.admission.change(settings.admission)
 
 
+_TCP_USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
+
 _QUICK_BYTES = 256 * 1024
 """Up to so many bytes are checked where they are read: it takes less time than a thread would."""
 
@@ -102,6 +107,17 @@ def _said_by(settings: GatewaySettings) -> PolicySettings:
         ),
         request_limits=RequestLimits.model_construct(max_body_bytes=settings.max_body_bytes),
     )
+
+
+def _limit_unread(request: web.Request, seconds: float) -> None:
+    """Have the system end the connection when its client takes nothing for so long; aiohttp would wait for ever.
+
+    Data that nobody acknowledges counts, and so does a full window: a client that is there and does not read.
+    """
+    connection = request.get_extra_info("socket")
+    if connection is not None and _TCP_USER_TIMEOUT is not None:
+        with suppress(OSError):  # no TCP: whoever is on this machine
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 
 async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
@@ -125,8 +141,8 @@ async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
     except web.RequestPayloadError:
         request.content.feed_eof()  # else aiohttp would read on, to see the error once more
         encoding = request.headers.get("Content-Encoding")
-        kind = f"of the encoding {encoding!r}" if encoding else "of chunks"
-        raise BodyBroken(f"the body is not {kind} that its headers announce, or ends too early") from None
+        what = f"Content-Encoding {encoding!r}" if encoding else "chunks"
+        raise BodyBroken(f"the headers announce {what}, and the body is something else") from None
     return bytes(body)
 
 

@@ -70,16 +70,13 @@ async def stream_answer(
         events = parser.push(chunk)
         if response is None:
             response = await _open(request, parser)
+        if parser.finished:
+            # The last events, what ends the stream and what ends the body: one write, and one packet.
+            await response.write_eof((parser.encode(events) if events else b"") + parser.end())
+            return response
         if events:
             await response.write(parser.encode(events))
-        if parser.finished:
-            break
-    if response is None or not parser.finished:
-        raise EngineError(_CUT_SHORT)
-    if rest := parser.end():
-        await response.write(rest)
-    await response.write_eof()
-    return response
+    raise EngineError(_CUT_SHORT)
 
 
 async def whole_answer(

@@ -19,8 +19,8 @@ rows see less than they did. `exact` runs as many windows as there are layers, a
 start."""
 
 OperatorChoice = Literal["auto", "native", "reference"]
-"""Who computes the operators of the model: the compiled ones, or plain torch. `auto` takes the compiled ones where they can
-be loaded; `native` refuses to start without them."""
+"""Who computes the operators of the model: the compiled ones, or plain torch. `auto` takes the compiled ones where they
+can be loaded; `native` refuses to start without them."""
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_WINDOW_TAILS = 32

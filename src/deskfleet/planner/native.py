@@ -101,9 +101,9 @@ def native_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Tensors alike, of one layer, that a rank holds: `count` of `num_values` each, in rows of `width`, at `value_bytes`.
+    """Tensors alike, of one layer, that a rank holds: `count` of `num_values` each, in rows of `width`.
 
-    A value of FP4 is a byte, which holds two numbers.
+    A value takes `value_bytes` in memory; one of FP4 is a byte, which holds two numbers.
     """
 
     tensor_class: TensorClass

@@ -20,6 +20,7 @@ HEAD = (
 def cells(row: GatewayRow) -> list[str]:
     """Return a row's cells under HEAD."""
     failed = f" [{row.num_failed} failed]" if row.num_failed else ""
+    failed += f" [cut {row.num_cut}x]" if row.num_cut else ""
     return [
         f"{row.load.title}: {row.way}{failed}",
         _cell(row.added_p50_ms, 2),

@@ -94,6 +94,7 @@ class GatewayRow(msgspec.Struct, frozen=True, kw_only=True):
     times_litellm_per_cpu: Spread | None
     num_ttft: int
     num_failed: int
+    num_cut: int
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -142,11 +143,11 @@ class GatewayResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         has_other = bool(other) and way in (FRONT, INSIDE)
 
         def beside(others: dict[int, GatewaySample]) -> list[tuple[GatewaySample, GatewaySample]]:
-            # A way that brought nothing within its time has no rate to be a multiple of.
+            # What was cut had more to send than came: its rate is no measure of anything.
             return [
                 (sample, others[number])
                 for number, sample in own.items()
-                if number in others and others[number].num_tokens
+                if number in others and not others[number].is_cut and others[number].num_tokens
             ]
 
         per_cpu = [s.tokens_per_cpu_s for s in own.values() if s.tokens_per_cpu_s is not None]
@@ -172,6 +173,7 @@ class GatewayResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             times_litellm_per_cpu=_spread(per_cpu_ratio) if has_other else None,
             num_ttft=sum(len(s.ttft_ms) for s in own.values()),
             num_failed=sum(s.num_failed for s in own.values()),
+            num_cut=sum(s.is_cut for s in own.values()),
         )
 
     def verdicts(self) -> list[Verdict]:
@@ -190,7 +192,9 @@ class GatewayResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                     _verdict(f"{row.load.title}: of the upstream's rate, at least", row.kept_rate, KEPT_RATE)
                 )
             else:
-                absent = self.absent.get(LITELLM, "")
+                other = self._of(LITELLM, row.load).values()
+                cut = "LiteLLM took too long and was cut" if any(s.is_cut for s in other) else ""
+                absent = self.absent.get(LITELLM, cut)
                 target = f"{row.load.title}: times LiteLLM's rate, at least"
                 found.append(_verdict(target, row.times_litellm, TIMES_LITELLM, reason=absent))
         return found

@@ -42,6 +42,7 @@ each is one more time to the first token."""
 
 _OTHER_PACE = (0.02, 25)
 _LIMIT_S, _LIMIT_TIMES = 5.0, 2.0
+_FLAT_OUT_LIMIT_S = 20.0
 _FLAT_OUT_TOKENS_PER_S = 5_000
 """How many to ask for, by second of measurement. The slowest gateway must come to its end too."""
 
@@ -164,7 +165,7 @@ def _measure(generator: Generator, way: str, served: Served, load: Load, number:
         requests=load.requests,
         tokens=load.tokens,
         spread_s=load.step_s * load.tokens,
-        limit_s=_LIMIT_S + _LIMIT_TIMES * _nominal_s(load),
+        limit_s=_LIMIT_S + _LIMIT_TIMES * _nominal_s(load) if load.step_s else _FLAT_OUT_LIMIT_S,
     )
     before_s = served.cpu_s()
     outcome: Outcome = generator.run(job)
@@ -185,10 +186,8 @@ def _measure(generator: Generator, way: str, served: Served, load: Load, number:
 
 
 def _nominal_s(load: Load) -> float:
-    """How long a load takes when nothing slows it."""
-    if load.step_s:
-        return load.step_s * load.tokens * (load.requests + 1)
-    return load.tokens * load.streams / _FLAT_OUT_TOKENS_PER_S
+    """How long a paced load takes when nothing slows it."""
+    return load.step_s * load.tokens * (load.requests + 1)
 
 
 __all__ = ["PACES", "GatewaySuite", "measure_gateway"]

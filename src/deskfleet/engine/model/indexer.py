@@ -59,9 +59,10 @@ class Indexer:
     def _rank(
         self, number: int, query: Tensor, weights: Tensor, visible: Tensor, step: Step
     ) -> tuple[Tensor, Tensor | None]:
-        """Picks int64 [n, L] of one segment and, at the candidate source, its candidate blocks int64 [n, K], unless all are.
+        """Picks int64 [n, L] of one segment and, at the candidate source, its candidate blocks int64 [n, K].
 
-        A few rows at a time: scores of a long prefix must not decide how much memory a step takes.
+        None instead of blocks when all are candidates. A few rows at a time: scores of a long prefix must not decide
+        how much memory a step takes.
         """
         count = int(visible[-1])  # the last row of a segment sees the most
         keys, numbers = step.index_keys(self.source, number, count)

@@ -217,9 +217,9 @@ def index_scores(
 ) -> Tensor:
     """Indexer scores (spec §4.5). query bf16 [T, H, D], weights bf16 [T, H], keys bf16 [N, D] -> bf16 [T, N].
 
-    The dot product, its weighted ReLU and the sum over heads are each rounded to bf16, as the publisher does. -inf where
-    a row may not look: at keys whose number (`numbers` int64 [N], ascending) is not below `visible` int64 [T], and
-    outside of its `blocks` int64 [T, K] of `block` numbers, -1 absent, when there are any.
+    The dot product, its weighted ReLU and the sum over heads are each rounded to bf16, as the publisher does. It is
+    -inf where a row may not look: at keys whose number (`numbers` int64 [N], ascending) is not below `visible` [T],
+    and outside of its `blocks` int64 [T, K] of `block` numbers, -1 absent, when there are any.
     """
     wide_query = query.to(torch.float64)
     rows = []

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CounterSpec:
-    """One number that only grows. `name` goes into the metric's name, `labels` come after `model` and `key`."""
+    """One number that only grows, there once: it is itself alone, which is quick to look up for every token.
+
+    `name` goes into the metric's name, `labels` come after `model` and `key`.
+    """
 
     name: str
     help: str

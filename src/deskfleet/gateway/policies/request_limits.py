@@ -37,6 +37,12 @@ class RequestLimits(Section):
         description="Seconds in which a new connection must say what it wants, and one that is kept open what it "
         "wants next: request line and headers. Always a limit; changed by a restart only.",
     )
+    unread_timeout_s: Seconds = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds for which a client may take nothing of an answer that waits to be sent, before it counts "
+        "as gone and its request is cancelled. Always a limit, where the system has it (Linux).",
+    )
     max_depth: int = Field(
         default=64, ge=4, le=1000, description="Arrays and objects within each other in a body."
     )

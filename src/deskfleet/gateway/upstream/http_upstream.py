@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -67,6 +67,7 @@ class HttpUpstream(ABC):
         self.model = ""
         self._engine_max_model_len = 0
         self._pulse = Pulse(self._marker)
+        self._whole: dict[int, bool] = {}  # ids looked at so far: whether they are text by themselves
         self._reading: dict[object, int] = {}  # prompts under way of which no token has come: their lengths
         self._num_chunks = self._num_finished = self._num_cancelled = self._num_running = 0
         self._num_prompt_tokens = self._num_generated_tokens = self._num_probes = 0
@@ -321,7 +322,7 @@ class HttpUpstream(ABC):
             except (EngineError, RequestError) as error:
                 failure = error
                 break
-        return _coalesced(chunks) if self.options.coalesce else chunks, failure
+        return coalesced(chunks, self._ends_whole) if self.options.coalesce else chunks, failure
 
     def _check_ids(self, chunk: TokenChunk) -> None:
         ids = chunk.token_ids
@@ -330,6 +331,13 @@ class HttpUpstream(ABC):
                 f"{self.url} sent token id {max(ids)}, outside the vocabulary of {self.vocabulary.size}",
                 hint="it serves another model than the checkpoint of this gateway",
             )
+
+    def _ends_whole(self, token_id: int) -> bool:
+        """Whether a token is text by itself, so that no character reaches beyond it."""
+        known = self._whole.get(token_id)
+        if known is None:
+            known = self._whole[token_id] = "\ufffd" not in self.vocabulary.decode([token_id])
+        return known
 
     def _broken_off(self, num_events: int, num_tokens: int) -> UpstreamFailed:
         if num_events == 0:
@@ -375,19 +383,29 @@ def merge_logprobs(chunks: Sequence[TokenChunk]) -> tuple[TokenLogprob, ...] | N
     return tuple(entry for chunk in chunks for entry in chunk.logprobs or ())
 
 
-def _coalesced(chunks: list[TokenChunk]) -> list[TokenChunk]:
-    """The same tokens in fewer chunks. The latest stay single: they may be bytes of a character that never ends, and
-    whoever decodes a chunk as a whole would hold back all of it.
+def coalesced(chunks: list[TokenChunk], ends_whole: Callable[[int], bool]) -> list[TokenChunk]:
+    """The same tokens in as few chunks as can be, the end of the answer by itself: it waits for what follows it.
+
+    `ends_whole` says of an id whether text ends with a whole character where it ends with this token. Where it does
+    not, the latest stay single: they may be bytes of a character that never ends, and whoever decodes a chunk as a
+    whole would hold back all of it.
     """
-    if len(chunks) <= _KEPT_SINGLE + 1:
+    if len(chunks) < 2:
         return chunks
-    merged = chunks[:-_KEPT_SINGLE]
+    has_end = chunks[-1].finish_reason is not None
+    num_merged = len(chunks) - has_end
+    last_ids = chunks[num_merged - 1].token_ids
+    if not (last_ids and ends_whole(last_ids[-1])):
+        num_merged = len(chunks) - _KEPT_SINGLE
+    if num_merged < 2:
+        return chunks
+    merged = chunks[:num_merged]
     first = replace(
         merged[-1],
-        token_ids=tuple(token_id for chunk in merged for token_id in chunk.token_ids),
+        token_ids=tuple([token_id for chunk in merged for token_id in chunk.token_ids]),
         logprobs=merge_logprobs(merged),
     )
-    return [first, *chunks[-_KEPT_SINGLE:]]
+    return [first, *chunks[num_merged:]]
 
 
-__all__ = ["EventReader", "HttpUpstream", "WireRequest", "merge_logprobs"]
+__all__ = ["EventReader", "HttpUpstream", "WireRequest", "coalesced", "merge_logprobs"]

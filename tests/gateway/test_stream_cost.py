@@ -1,0 +1,163 @@
+"""What a token costs on its way through the gateway: few writes, and the same at the end of a long answer.
+
+Takes about five seconds. Costs are seconds of this thread's processor, which other work on the machine does not change
+much; each is the least of several runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from chat_scripts import CHAT, CHECKPOINT, EOS_ID, HELLO, MODEL, ids, requesting, says, settings
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from deskfleet.endpoint import TokenChunk, TokenLogprob
+from deskfleet.gateway import stream
+from deskfleet.gateway.chat_format import ChatFormat
+from deskfleet.gateway.gate import Gate
+from deskfleet.gateway.policies.contract import Caller
+from deskfleet.gateway.protocol import apply_policies
+from deskfleet.gateway.protocols.chat import ChatProtocol
+from deskfleet.gateway.protocols.completions import CompletionsProtocol
+from deskfleet.gateway.protocols.messages import MessagesProtocol
+from deskfleet.gateway.protocols.responses import ResponsesProtocol
+from deskfleet.gateway.token_texts import join
+from deskfleet.gateway.upstream.http_upstream import coalesced
+from deskfleet.gateway.upstream.vocabulary import Vocabulary
+from deskfleet.testing.scripted import ScriptedEngine
+
+FORMAT = ChatFormat.from_checkpoint(CHECKPOINT)
+VOCABULARY = Vocabulary.from_checkpoint(CHECKPOINT)
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat": (ChatProtocol, {"messages": HELLO, **CHAT}),
+    "messages": (MessagesProtocol, {"messages": HELLO, "max_tokens": 30_000, **CHAT}),
+    "responses": (ResponsesProtocol, {"input": "hello", **CHAT}),
+    "completions": (CompletionsProtocol, {"prompt": "hello"}),
+}
+TEXTS = ["one ", "two", " three", "\n", "é", "日", "🙂", "</"]
+BLOCK = 1500
+
+
+def ends_whole(token_id: int) -> bool:
+    return "\ufffd" not in VOCABULARY.decode([token_id])
+
+
+def text(token_ids: tuple[int, ...]) -> str:
+    return VOCABULARY.decode(token_ids)
+
+
+@examples(deadline=None, max_examples=300)
+@given(
+    st.lists(st.sampled_from(TEXTS), max_size=8),
+    st.lists(st.integers(1, 3), min_size=1, max_size=8),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_fewer_chunks_say_the_same(
+    words: list[str], sizes: list[int], num_cut: int, is_over: bool, has_logprobs: bool
+) -> None:
+    """Whatever came together, even if it stops within a character."""
+    told = ids("".join(words))
+    told = told[: len(told) - num_cut]
+    chunks: list[TokenChunk] = []
+    start = 0
+    while start < len(told):
+        own = told[start : start + sizes[len(chunks) % len(sizes)]]
+        start += len(own)
+        logprobs = tuple(TokenLogprob(token_id, -start / 8) for token_id in own) if has_logprobs else None
+        chunks.append(TokenChunk(own, logprobs, 7, num_drafted=start))
+    if is_over:
+        chunks.append(
+            TokenChunk((EOS_ID,), (TokenLogprob(EOS_ID, 0.0),) if has_logprobs else None, 7, "stop")
+        )
+    merged = coalesced(chunks, ends_whole)
+
+    def joined(found: list[TokenChunk], name: str) -> tuple[Any, ...]:
+        return tuple(each for chunk in found for each in getattr(chunk, name) or ())
+
+    for name in ("token_ids", "logprobs"):
+        assert joined(merged, name) == joined(chunks, name)
+    assert merged[-1:] == chunks[-1:] or not is_over, "the end comes by itself"
+    assert len(merged) <= 5
+    num_open = len(chunks) - is_over
+    if num_open and ends_whole(chunks[num_open - 1].token_ids[-1]):
+        assert len(merged) == 1 + is_over, "all that is whole is one"
+    if len(merged) < len(chunks) and ends_whole(told[-1]):
+        assert not text(merged[0].token_ids).endswith("\ufffd")
+
+
+async def test_an_answer_is_as_many_writes_as_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers go with the first and all that ends it with the last: no packet carries an end alone."""
+    writes: list[bytes] = []
+
+    class Counting(stream.web.StreamResponse):
+        async def write(self, data: Any) -> None:
+            writes.append(bytes(data))
+            await super().write(data)
+
+        async def write_eof(self, data: Any = b"") -> None:
+            writes.append(bytes(data))
+            await super().write_eof(data)
+
+    monkeypatch.setattr(stream.web, "StreamResponse", Counting)
+    script = says("one two three")
+    body = {
+        "model": MODEL,
+        "messages": HELLO,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **CHAT,
+    }
+    async with (
+        requesting(ScriptedEngine(script)) as (session, url),
+        session.post(f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        sent = await response.read()
+    assert b"".join(writes) == sent
+    assert len(writes) == len(script.token_ids)
+    assert writes[-1].endswith(b"data: [DONE]\n\n")
+    assert b'"usage":{' in writes[-1]
+
+
+def cost_s(run: Callable[[], None]) -> float:
+    began_s = time.thread_time()
+    run()
+    return time.thread_time() - began_s
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_twenty_thousandth_token_costs_what_the_first_does(name: str) -> None:
+    kind, fields = BODIES[name]
+    protocol = kind(settings(), 60_000, FORMAT)
+    body = json.dumps({"model": MODEL, "stream": True, **fields}).encode()
+    prepared = protocol.prepare(body, "id", Caller())
+    gate = Gate(settings(), lambda token_ids: join(FORMAT.texts, token_ids).decode(errors="replace"))
+    answer_ids = ids(" ".join(f"{number} red, {number * 7} blue;\n" for number in range(1200)))
+    first: list[float] = []
+    last: list[float] = []
+    for _ in range(3):
+        watched, watchers = apply_policies(prepared, gate.policies_for(Caller()))
+        parser = protocol.parser(watched)
+
+        def send(parser: Any, watchers: Any, token_ids: tuple[int, ...]) -> None:
+            for token_id in token_ids:
+                chunk = TokenChunk((token_id,), None, 9)
+                for watch in watchers:
+                    chunk = watch(chunk)
+                assert chunk.finish_reason is None
+                parser.encode(parser.push(chunk))
+
+        blocks = [answer_ids[start : start + BLOCK] for start in range(0, 20_000, BLOCK)]
+        costs = [cost_s(lambda b=block: send(parser, watchers, b)) for block in blocks]  # type: ignore[misc]
+        first.append(min(costs[1:4]))
+        last.append(min(costs[-3:]))
+    assert len(answer_ids) >= 20_000
+    assert min(last) < 1.6 * min(first), f"{1e6 * min(first) / BLOCK:.1f} -> {1e6 * min(last) / BLOCK:.1f} µs"
+    assert min(last) / BLOCK < 60e-6, "six times what it was when this was written"
