@@ -36,7 +36,7 @@ def kept_in(path: Path | None, checkpoint: Path, command: str, name: str) -> dic
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if kept.get("sha256") == own and name in kept:
             return kept
-    provenance = msgspec.to_builtins(Provenance.capture(command))
+    provenance = msgspec.to_builtins(Provenance.capture(command, command.split()))
     return {"sha256": own, "provenance": provenance, name: {}}
 
 

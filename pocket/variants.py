@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ def look(
         try:
             report = _report_of(variant, checkpoint, num_questions)
         except DeskfleetError as error:
-            yield Seen(variant.name, variant.what, error.message, {}, {}, None, 0, 0, ("refused",))
+            why = re.sub(r"\S*/", "", error.message)  # without the directories of this run
+            yield Seen(variant.name, variant.what, why, {}, {}, None, 0, 0, ("refused",))
             continue
         yield _seen(variant.name, variant.what, [report], _Sound(own.outcomes))
 

@@ -8,7 +8,7 @@ There are two books of facts. `practice` belongs to the whole training. `book` i
 be kept for a last phase that trains Engram tables only, and then nothing else can know it.
 
 Of each book there are two editions. In the first a name is the two syllables, so two tokens pick out a fact, and half
-of the hash columns suffice to know it: with another rank's rows in the other half a quarter to a third of the facts
+of the hash columns suffice to know it: with another rank's rows in the other half about a quarter of the facts
 survive. In the second a name has a word before it ("the capital of old Zorbia is ...") and eight facts share the
 syllables, each with another answer: what sees two tokens cannot tell them apart.
 """

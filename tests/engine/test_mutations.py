@@ -44,6 +44,7 @@ class Bf16Records:
         return records.contiguous().view(torch.bfloat16)
 
     unpack_rows = RecordFormat.unpack_rows
+    unpack_joined = RecordFormat.unpack_joined
     pick = RecordFormat.pick
 
 

@@ -99,6 +99,7 @@ def cases(rows: int) -> Iterator[tuple[str, Case]]:
         yield f"{name}.unpack", (ours.unpack, theirs.unpack, (packed,), {})
         index = torch.randint(0, rows, (11,))
         yield f"{name}.unpack_rows", (ours.unpack_rows, theirs.unpack_rows, (packed, index), {})
+        yield f"{name}.unpack_joined", (ours.unpack_joined, theirs.unpack_joined, (packed, index, packed), {})
     pools = rows_of(50, 64), rows_of(70, 64)
     lists = torch.randint(-9, 50, (rows, 64)).clamp_min(-1), torch.randint(-70, 70, (rows, 41)).clamp_min(-1)
     sources = list(zip(pools, lists, strict=True))

@@ -1,6 +1,6 @@
 """An hour of what clients do to a gateway, and what it holds at the end: memory, open files, tasks.
 
-    python -m tests.gateway.soak --minutes 60 --streams 64 [--result bench/results]
+    python -m tests.gateway.soak --minutes 60 --streams 64 [--result bench/results/soak]
 
 The gateway is a process of its own with a scripted engine in it, paced so that a machine can do other work beside it.
 Clients ask in every protocol, streamed and whole, with tools, thoughts and stop strings, under keys; some leave in the
@@ -356,7 +356,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--delay", type=float, default=DELAY_S, help="seconds between two steps of a stream")
-    parser.add_argument("--result", type=Path, help="directory of result files; none: print only")
+    parser.add_argument(
+        "--result",
+        type=Path,
+        help="directory of result files, bench/results/soak for those that are kept; none: print only",
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         done = asyncio.run(soak(asked.minutes * 60, asked.streams, Path(directory), delay_s=asked.delay))

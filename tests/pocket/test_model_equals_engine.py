@@ -152,11 +152,18 @@ def test_short_document_sees_everything(models: tuple[Backbone, Drafter], engine
 
 
 def test_packed_documents_are_alone(models: tuple[Backbone, Drafter]) -> None:
-    documents = [random_ids(77, 3), random_ids(90, 4), random_ids(49, 5)]
-    packed = trained_logits(models[0], documents, 256)
-    for document, together in zip(documents, packed, strict=True):
-        (alone,) = trained_logits(models[0], [document], 96)
-        assert relative_rms(together, alone).max() < 1e-5
+    """Whatever stands beside a document, its logits are the same bits.
+
+    Beside others of the same lengths, because another number of rows may be summed in another order.
+    """
+    document = random_ids(90, 4)
+    first, second = (
+        trained_logits(models[0], [random_ids(77, seed), document, random_ids(49, seed + 1)], 256)
+        for seed in (3, 13)
+    )
+    assert torch.equal(first[1], second[1])
+    assert relative_rms(first[0], second[0]).min() > 0.1
+    assert relative_rms(first[2], second[2]).min() > 0.1
 
 
 @torch.inference_mode()

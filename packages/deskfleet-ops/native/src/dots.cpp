@@ -101,7 +101,7 @@ struct Packed {
       fetch(w.at.codes + (O * k + i * O) / 2, O * 16);
       for (int o = 0; o < O; ++o) {
         f64x8 weights[4];
-        decode_e2m1(w.at.codes + (o * k + i) / 2, e8m0_double(w.at.scales[(o * k + i) / 32]), weights);
+        decode_e2m1(w.at.codes + (o * k + i) / 2, kPowers.at[w.at.scales[(o * k + i) / 32]], weights);
         for (int part = 0; part < 4; ++part) {
           for (int r = 0; r < R; ++r) total[r][o] += load<f64x8>(x[r] + i + part * kLanes) * weights[part];
         }
@@ -112,7 +112,7 @@ struct Packed {
   void spread(int64_t, double* to) const {
     for (int64_t i = 0; i < k; i += 32) {
       f64x8 weights[4];
-      decode_e2m1(at.codes + i / 2, e8m0_double(at.scales[i / 32]), weights);
+      decode_e2m1(at.codes + i / 2, kPowers.at[at.scales[i / 32]], weights);
       for (int part = 0; part < 4; ++part) store(to + i + part * kLanes, weights[part]);
     }
   }

@@ -91,17 +91,23 @@ void route(const uint16_t* x, const void* weight, int32_t w_type, const float* b
            float* weights) {
   static thread_local Scratch<double> wide_memory;
   static thread_local Scratch<float> score_memory;
-  double *values = wide_memory.get(padded(width) + experts), *logits = values + padded(width);
+  static thread_local Scratch<const double*> row_memory;
+  const int64_t wide = padded(width);
+  double *values = wide_memory.get(rows * (wide + experts)), *all_logits = values + rows * wide;
   float *scores = score_memory.get(2 * experts), *ranked = scores + experts;
+  const double** at = row_memory.get(rows);
   const float divisor = static_cast<float>(temperature);
   for (int64_t r = 0; r < rows; ++r) {
-    widen_row(x + r * width, width, values);
-    const double* at = values;
-    if (w_type == DF_BF16) {
-      dots(&at, 1, static_cast<const uint16_t*>(weight), width, experts, width, logits, experts);
-    } else {
-      dots(&at, 1, static_cast<const float*>(weight), width, experts, width, logits, experts);
-    }
+    widen_row(x + r * width, width, values + r * wide);
+    at[r] = values + r * wide;
+  }
+  if (w_type == DF_BF16) {
+    dots(at, rows, static_cast<const uint16_t*>(weight), width, experts, width, all_logits, experts);
+  } else {
+    dots(at, rows, static_cast<const float*>(weight), width, experts, width, all_logits, experts);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const double* logits = all_logits + r * experts;
     for (int64_t e = 0; e < experts; ++e) {
       const float logit = static_cast<float>(logits[e]) / divisor;
       scores[e] = static_cast<float>(__builtin_sqrt(softplus(static_cast<double>(logit))));

@@ -79,7 +79,7 @@ void hc_mixes(const uint16_t* stream, const float* weight, double eps, int64_t r
   }
   dots(at, rows, weight, k, outs, k, sums, outs);
   for (int64_t r = 0; r < rows; ++r) {
-    const float factor = static_cast<float>(inverse_root(mean_square(stream + r * k, k) + eps));
+    const float factor = static_cast<float>(inverse_root(mean_square(values + r * wide, k) + eps));
     for (int64_t o = 0; o < outs; ++o) out[r * outs + o] = static_cast<float>(sums[r * outs + o]) * factor;
   }
 }

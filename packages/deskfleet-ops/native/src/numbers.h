@@ -73,6 +73,16 @@ DF_INLINE float e4m3_value(uint8_t code) {
   return float_of(bits | sign);
 }
 
+// Eight at once.
+DF_INLINE f32x8 e4m3_values(const uint8_t* codes) {
+  const u32x8 code = __builtin_convertvector(load<u8x8>(codes), u32x8);
+  const u32x8 magnitude = code & 0x7Fu;
+  const u32x8 normal = (magnitude << 20) + (120u << 23), nan = u32x8{} + 0x7FC00000u;
+  const f32x8 small = __builtin_convertvector((i32x8)magnitude, f32x8) * 0x1p-9f;
+  const u32x8 finite = magnitude < 8u ? (u32x8)small : normal;
+  return (f32x8)((magnitude == 0x7Fu ? nan : finite) | (code & 0x80u) << 24);
+}
+
 DF_INLINE float e8m0_value(uint8_t code) {
   if (code == 0) return 0x1p-127f;
   return float_of(code == 255 ? 0x7FC00000u : static_cast<uint32_t>(code) << 23);
@@ -135,7 +145,8 @@ DF_INLINE void round_row(const double* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
 }
 
-DF_INLINE double mean_square(const uint16_t* x, int64_t count) {
+template <typename T>
+DF_INLINE double mean_square(const T* x, int64_t count) {
   f64x8 total = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {

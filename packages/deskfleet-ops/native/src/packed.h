@@ -47,13 +47,20 @@ DF_INLINE void decode_e2m1(const uint8_t* codes, double scale, f64x8 (&out)[4]) 
 }
 #endif
 
-// 2^(code - 127); 255 is NaN.
-DF_INLINE double e8m0_double(uint8_t code) {
-  const uint64_t bits = code == 255 ? 0x7FF8000000000000u : static_cast<uint64_t>(code + 896) << 52;
-  double value;
-  memcpy(&value, &bits, 8);
-  return value;
+struct Powers {
+  double at[256];
+};
+
+// 2^(code - 127) of every code; 255 is NaN.
+constexpr Powers powers_of_two() {
+  Powers powers{};
+  powers.at[0] = 0x1p-127;
+  for (int code = 1; code < 255; ++code) powers.at[code] = 2.0 * powers.at[code - 1];
+  powers.at[255] = __builtin_nan("");
+  return powers;
 }
+
+constexpr Powers kPowers = powers_of_two();
 
 }  // namespace DF_ISA
 }  // namespace df

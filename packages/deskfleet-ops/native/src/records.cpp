@@ -50,7 +50,7 @@ DF_INLINE uint16_t top_half(float value) { return static_cast<uint16_t>(bits_of(
 DF_INLINE void unpack_fp8(const uint8_t* codes, const uint8_t* scales, int64_t width, uint16_t* out) {
   for (int64_t i = 0; i < width; i += 32) {
     const float scale = e8m0_value(scales[i / 32]);
-    for (int j = 0; j < 32; ++j) out[i + j] = to_bf16(e4m3_value(codes[i + j]) * scale);
+    for (int j = 0; j < 32; j += 8) store_bf16(out + i + j, e4m3_values(codes + i + j) * scale);
   }
 }
 

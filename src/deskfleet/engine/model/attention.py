@@ -47,7 +47,7 @@ class Attention:
     def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x bf16 [T, M] -> rotated queries [T, H_local, D] and the normalised low-rank query [T, Q]."""
         low_rank = ops.normed_linear(x, self.wq_a, self.q_norm, self.config.rms_norm_eps)
-        query = ops.quantized_linear(low_rank, self.wq_b).unflatten(-1, (-1, self.config.head_dim))
+        query = ops.quantized_linear(low_rank, self.wq_b).view(len(x), -1, self.config.head_dim)
         return ops.apply_rope(query, *rope), low_rank
 
     def window_records(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -62,7 +62,7 @@ class Attention:
         attended = ops.sparse_attention(query, sources, self.sink, self.scale)
         # K = V was rotated by its own position; undoing the query's rotation leaves the relative one.
         unrotated = ops.apply_rope(attended, *rope, inverse=True)
-        grouped = unrotated.flatten(1).unflatten(1, (self.wo_a.shape[0], -1))  # (T, G, H/G * D)
+        grouped = unrotated.view(len(query), self.wo_a.shape[0], -1)  # (T, G, H/G * D)
         low_rank = ops.grouped_linear(grouped, self.wo_a).flatten(1)
         partial = ops.quantized_linear_partial(low_rank, self.wo_b)
         total = self.comm.all_reduce(partial)
@@ -75,10 +75,9 @@ class Attention:
         """
         prefix, layer, window = self.layer.prefix, self.layer, step.batch.window
         records = self.window_records(x, step.rope[layer.uses_yarn])
-        rows, index = ops.WINDOW.unpack(records), window.index
-        pages = step.cache.windows[layer.index]
+        index, pages = window.index, step.cache.windows[layer.index]
         # This step's last rows may take the pages of rows that its first ones still see: read before writing.
-        seen = torch.cat((ops.WINDOW.unpack_rows(pages, window.previous), rows))
+        seen = ops.WINDOW.unpack_joined(pages, window.previous, records)
         ops.write_rows(pages, window.write_pages, records, window.write_rows)
         if self.compressor is not None:
             self.compressor(x, step)
@@ -93,11 +92,12 @@ class Attention:
         if layer.kv_source is not None and layer.index_source is not None:
             sources.append(step.picked_entries(layer.kv_source, layer.index_source))
         output, attended = self.core(query, sources, rope)
-        step.record(f"{prefix}.qr", low_rank)
-        step.record(f"{prefix}.q_rot", query)
-        step.record(f"{prefix}.window_rows", rows)
-        step.record(f"{prefix}.sparse_out", attended)
-        step.record(f"{prefix}.attn_out", output)
+        if step.recorder is not None:
+            step.record(f"{prefix}.qr", low_rank)
+            step.record(f"{prefix}.q_rot", query)
+            step.record(f"{prefix}.window_rows", seen[len(window.previous) :])
+            step.record(f"{prefix}.sparse_out", attended)
+            step.record(f"{prefix}.attn_out", output)
         return output
 
 

@@ -14,7 +14,7 @@ from deskfleet.engine import ops
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.model.attention import Attention
 from deskfleet.engine.model.moe import MoE
-from deskfleet.engine.model.step import Step
+from deskfleet.engine.model.step import Recorder, Step
 from deskfleet.engine.weights import ShardReader
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layers import LayerPlan
@@ -63,7 +63,7 @@ class Block:
         pre: Tensor,
         attend: Callable[[Tensor], Tensor],
         image_mask: Tensor | None,
-        record: Callable[[str, Tensor], None],
+        recorder: Recorder | None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """stream bf16 [T, C, M] and the previous sub-layer's pre [T, C] -> the same after this block.
@@ -81,11 +81,12 @@ class Block:
         ffn_in = ops.hc_collapse_norm(stream, attn_pre, self.ffn_norm, eps)
         ffn_out = self.moe(ffn_in, image_mask)
         stream = ops.hc_expand(ffn_out, stream, ffn_post, ffn_comb)
-        record(f"{prefix}.attn_in", attn_in)
-        record(f"{prefix}.ffn_in", ffn_in)
-        record(f"{prefix}.ffn_out", ffn_out)
-        record(f"{prefix}.h_out", stream)
-        record(f"{prefix}.pre_mix_out", ffn_pre)
+        if recorder is not None:
+            recorder(f"{prefix}.attn_in", attn_in)
+            recorder(f"{prefix}.ffn_in", ffn_in)
+            recorder(f"{prefix}.ffn_out", ffn_out)
+            recorder(f"{prefix}.h_out", stream)
+            recorder(f"{prefix}.pre_mix_out", ffn_pre)
         return stream, ffn_pre
 
     def __call__(self, stream: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ class Block:
             pre,
             lambda x: self.attention(x, step),
             batch.image_mask if batch.has_images else None,
-            step.record,
+            step.recorder,
             None if tail is None or step.batch.tail is None else step.batch.tail.rows,
         )
 

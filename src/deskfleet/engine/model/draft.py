@@ -62,12 +62,13 @@ class DraftStep:
     context: Tensor
     own_block: Tensor
     cache: PagedCache
-    record: Recorder
+    recorder: Recorder | None
 
     def run(self, block: Block, stream: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
         """One stage: stream bf16 [B·n, C, M], pre [B·n, C] -> the same after it."""
-        self.record(f"{block.layer.prefix}.h_in", stream)
-        return block.forward(stream, pre, partial(self._attend, block.attention), None, self.record)
+        if self.recorder is not None:
+            self.recorder(f"{block.layer.prefix}.h_in", stream)
+        return block.forward(stream, pre, partial(self._attend, block.attention), None, self.recorder)
 
     def _attend(self, attention: Attention, x: Tensor) -> Tensor:
         query, low_rank = attention.queries(x, self.rope)
@@ -75,12 +76,13 @@ class DraftStep:
         committed = ops.WINDOW.unpack_rows(self.cache.windows[attention.layer.index], self.pages)
         sources = [(committed, self.context), (rows, self.own_block)]
         output, attended = attention.core(query, sources, self.rope)
-        prefix = attention.layer.prefix
-        self.record(f"{prefix}.qr", low_rank)
-        self.record(f"{prefix}.q_rot", query)
-        self.record(f"{prefix}.window_rows", rows)
-        self.record(f"{prefix}.sparse_out", attended)
-        self.record(f"{prefix}.attn_out", output)
+        if self.recorder is not None:
+            prefix = attention.layer.prefix
+            self.recorder(f"{prefix}.qr", low_rank)
+            self.recorder(f"{prefix}.q_rot", query)
+            self.recorder(f"{prefix}.window_rows", rows)
+            self.recorder(f"{prefix}.sparse_out", attended)
+            self.recorder(f"{prefix}.attn_out", output)
         return output
 
 
@@ -170,16 +172,16 @@ class DraftModel:
             context=torch.from_numpy(np.repeat(context, length, 0)),
             own_block=torch.from_numpy(np.repeat(own_block, length, 0)),
             cache=cache,
-            record=recorder or _ignore,
+            recorder=recorder,
         )
 
     def _decode_chain(self, x: Tensor, token_ids: Tensor, choose: Choose) -> Proposal:
         """x bf16 [B, n, M]: each position's logits take the bias of the token drafted before it."""
         base = self.vocabulary.logits(ops.rms_norm(x, self.norm, self.config.rms_norm_eps))
         previous, drafts, logits, embedded = token_ids, [], [], []
-        for place in range(x.shape[1]):
+        for place, unbiased in enumerate(base.unbind(1)):
             embedded.append(self.markov.embed(previous))  # bf16 (B, markov rank)
-            biased = base[:, place] + self.markov.logits(embedded[-1])
+            biased = self.markov.logits(embedded[-1]).add_(unbiased)
             previous = choose(place, biased)
             drafts.append(previous)
             logits.append(biased)
@@ -193,10 +195,6 @@ def _last_positions(anchor: int, size: int, window_from: int) -> np.ndarray:
     last = anchor - 1
     positions = last - (last - np.arange(size)) % size
     return np.where(positions >= max(window_from, 0), positions, -1)
-
-
-def _ignore(name: str, tensor: Tensor) -> None:
-    """The recorder of nobody."""
 
 
 __all__ = ["Anchor", "Choose", "DraftModel", "Proposal", "argmax"]

@@ -202,6 +202,16 @@ class RecordFormat:
         _unpack(self.kind, records.data_ptr(), index.data_ptr(), len(index), width, out.data_ptr())
         return out
 
+    def unpack_joined(self, pages: Tensor, index: Tensor, records: Tensor) -> Tensor:
+        """As `records.RecordFormat.unpack_joined`."""
+        pages, index, records = _dense(pages, _U8), _dense(index, _I64), _dense(records, _U8)
+        width, num_old, num_new = self._width(pages.shape[1]), len(index), len(records)
+        out = _empty((num_old + num_new, width), dtype=_BF16)
+        at = out.data_ptr()
+        _unpack(self.kind, pages.data_ptr(), index.data_ptr(), num_old, width, at)
+        _unpack(self.kind, records.data_ptr(), None, num_new, width, at + num_old * width * 2)
+        return out
+
     def pick(
         self, records: Tensor, picks: Tensor, slots: Tensor, blocks: Tensor, per_block: int
     ) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,10 @@ class RecordFormat:
         """uint8 [R, row_bytes(D)], int64 [N] -> bf16 [N, D]: those rows."""
         return self.unpack(records[index])
 
+    def unpack_joined(self, pages: Tensor, index: Tensor, records: Tensor) -> Tensor:
+        """uint8 rows `index` int64 [N] of pages [R, bytes], then records [T, bytes] -> bf16 [N + T, D]."""
+        return torch.cat((self.unpack_rows(pages, index), self.unpack(records)))
+
     def pick(
         self, records: Tensor, picks: Tensor, slots: Tensor, blocks: Tensor, per_block: int
     ) -> tuple[Tensor, Tensor]:
