@@ -133,7 +133,7 @@ def test_pools_take_their_memory_when_they_are_made() -> None:
         num_window_blocks=8,
     )
     with_pools = process_memory().anon_bytes
-    tables = BlockTables(num_slots=64, max_model_len=1 << 20, block_size=16)
+    tables = BlockTables(num_slots=256, max_model_len=1 << 20, block_size=16)
     with_tables = process_memory().anon_bytes
     assert cache.nbytes > 64 * MIB
     assert with_pools - before > 0.98 * cache.nbytes
