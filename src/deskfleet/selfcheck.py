@@ -25,13 +25,13 @@ import numpy as np
 
 from deskfleet.endpoint import GenerateRequest, SamplingParams, TokenLogprob
 from deskfleet.engine.client import EngineClient, EngineOptions
-from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.errors import ConfigError, EngineError, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import PrefixReplay
 from deskfleet.model.names import TensorClass
+from deskfleet.model.tokenizer import load_tokenizer
 from deskfleet.units import format_bytes
 
 STEPWISE = "one pass = stepwise"

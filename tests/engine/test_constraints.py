@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from deskfleet.endpoint import Constraint, SamplingParams
 from deskfleet.engine.constraints import ConstraintCompiler, check_constraint
 from deskfleet.engine.sampler import SamplingState
-from deskfleet.engine.tokenizer import DSML, thinking_tokens
 from deskfleet.errors import RequestError
+from deskfleet.model.tokenizer import DSML, thinking_tokens
 from deskfleet.testing.tiny_tokenizer import build_tokenizer
 from tests.engine.golden import ROOT
 from tests.engine.sampling import draw

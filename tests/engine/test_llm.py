@@ -20,8 +20,8 @@ from deskfleet.endpoint import SamplingParams
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.llm import LLM
 from deskfleet.engine.stopping import StopStrings, cut_at_stop
-from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.errors import CheckpointError, ConfigError, EngineError, PromptTooLong, RequestError
+from deskfleet.model.tokenizer import load_tokenizer
 from tests.engine.engines import (
     IMAGE_TOKEN,
     MODEL,

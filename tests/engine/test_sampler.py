@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from deskfleet.endpoint import Constraint, SamplingParams
 from deskfleet.engine.constraints import ConstraintCompiler, TokenConstraint
 from deskfleet.engine.sampler import SamplingState, logprobs
-from deskfleet.engine.tokenizer import ThinkingTokens, load_tokenizer
 from deskfleet.errors import EngineError
+from deskfleet.model.tokenizer import ThinkingTokens, load_tokenizer
 from tests.engine.golden import ROOT
 from tests.engine.sampling import distribution, draw, sample
 

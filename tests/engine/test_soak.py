@@ -35,8 +35,8 @@ from tokenizers import Tokenizer
 
 from deskfleet.endpoint import Constraint, EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from deskfleet.engine.client import EngineClient, EngineOptions
-from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.errors import DeskfleetError
+from deskfleet.model.tokenizer import load_tokenizer
 from tests.engine.engines import greedy, idle, random_ids, stats_when, tokens_of
 from tests.engine.golden import checkpoint
 

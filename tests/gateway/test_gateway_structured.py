@@ -37,10 +37,10 @@ from deskfleet.endpoint import Constraint, GenerateRequest
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.constraints import ConstraintCompiler, check_constraint
 from deskfleet.engine.sampler import SamplingState
-from deskfleet.engine.tokenizer import ThinkingTokens
 from deskfleet.gateway.answer_form import Marker, tool_grammar
 from deskfleet.gateway.app import serving
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.tokenizer import ThinkingTokens
 from deskfleet.testing.scripted import Script, ScriptedEngine
 from tests.engine.sampling import draw
 

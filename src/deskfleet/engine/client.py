@@ -38,7 +38,6 @@ from deskfleet.engine.process import RankProcess, cause_of_end, rank_health, rec
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.stopping import StopStrings
-from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
@@ -53,6 +52,7 @@ from deskfleet.model.limits import (
 )
 from deskfleet.model.memory import RankMemory
 from deskfleet.model.packs import check_pack
+from deskfleet.model.tokenizer import load_tokenizer, thinking_tokens
 
 PUBLISHED_SHARDS = "published shards"
 

@@ -19,8 +19,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from deskfleet.endpoint import Constraint
-from deskfleet.engine.tokenizer import DSML
 from deskfleet.errors import RequestError
+from deskfleet.model.tokenizer import DSML
 
 _MAX_TEXT_BYTES = 128 * 1024
 """Compiling takes 0.5 ms for what people send, 30 ms for 30 strict tools, 0.3 s for the worst found of this size."""

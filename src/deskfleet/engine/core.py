@@ -33,9 +33,9 @@ from deskfleet.engine.speculate import (
     draft_distribution,
     verify,
 )
-from deskfleet.engine.tokenizer import ThinkingTokens
 from deskfleet.errors import RequestError
 from deskfleet.model.limits import PrefixReplay
+from deskfleet.model.tokenizer import ThinkingTokens
 
 
 @dataclass(frozen=True, slots=True)

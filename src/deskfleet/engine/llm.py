@@ -21,8 +21,8 @@ import numpy as np
 from deskfleet.endpoint import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.engine.stopping import cut_at_stop
-from deskfleet.engine.tokenizer import load_tokenizer
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 

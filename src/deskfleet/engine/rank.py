@@ -37,13 +37,13 @@ from deskfleet.engine.model.engram import Tables
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.spec import RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
-from deskfleet.engine.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet.errors import DeskfleetError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.memory import RankMemory
 from deskfleet.model.names import TensorClass
 from deskfleet.model.packs import PackedTables
+from deskfleet.model.tokenizer import load_tokenizer, thinking_tokens
 from deskfleet_engram.errors import EngramError
 from deskfleet_engram.tokens import check_size, compressed_token_map
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from deskfleet.endpoint import SamplingParams, TokenLogprob
 from deskfleet.engine.constraints import TokenConstraint
-from deskfleet.engine.tokenizer import ThinkingTokens
 from deskfleet.errors import EngineError
+from deskfleet.model.tokenizer import ThinkingTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from tokenizers import Tokenizer
-
 from deskfleet.errors import ConfigError
+from deskfleet.model.tokenizer import load_tokenizer
 
 _WORD = re.compile(r" ?[a-z]{2,}")
 _NUM_WORDS = 128
@@ -27,12 +26,9 @@ class Words:
 
     @classmethod
     def of(cls, checkpoint: Path) -> Words:
-        """Return words of the checkpoint's tokenizer. Raises ConfigError when it cannot be read or has too few."""
-        path = checkpoint / "tokenizer.json"
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"cannot read {path}: {error}") from error
+        """Return words of the checkpoint's tokenizer. Raises CheckpointError when it cannot be read, ConfigError
+        when it has too few."""
+        tokenizer = load_tokenizer(checkpoint)
         found: list[tuple[int, str]] = []
         for token_id in range(tokenizer.get_vocab_size()):
             text = tokenizer.decode([token_id], skip_special_tokens=False)
@@ -41,7 +37,7 @@ class Words:
             if len(found) == _NUM_WORDS:
                 break
         if len(found) < _NUM_WORDS:
-            raise ConfigError(f"{path} has {len(found)} words, fewer than {_NUM_WORDS}")
+            raise ConfigError(f"{checkpoint} has {len(found)} words, fewer than {_NUM_WORDS}")
         ids, texts = zip(*found, strict=True)
         return cls(ids, texts)
 

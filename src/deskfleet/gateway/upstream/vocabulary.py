@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from deskfleet.errors import CheckpointError
 from deskfleet.model.config import ModelConfig
+from deskfleet.model.tokenizer import load_tokenizer
 
 TOOL_MARKER = "｜DSML｜"
 
@@ -43,13 +43,7 @@ class Vocabulary:
     def from_checkpoint(cls, directory: Path) -> Vocabulary:
         """Read `directory`. Raises ConfigError for its config.json, CheckpointError for its tokenizer.json."""
         config = ModelConfig.from_file(directory / "config.json")
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"no tokenizer.json in {directory}", hint="fetch it with the checkpoint")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path} is no tokenizer: {error}", hint="fetch it again") from error
+        tokenizer = load_tokenizer(directory)
         control = {
             token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()
         }
