@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from aiohttp.http_writer import StreamWriter
 from chat_scripts import CHAT, CHECKPOINT, EOS_ID, HELLO, MODEL, ids, requesting, says, settings
 from hypothesis import given
 from hypothesis import settings as examples
@@ -93,21 +94,19 @@ def test_fewer_chunks_say_the_same(
         assert not text(merged[0].token_ids).endswith("\ufffd")
 
 
-async def test_an_answer_is_as_many_writes_as_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers go with the first and all that ends it with the last: no packet carries an end alone."""
-    writes: list[bytes] = []
+async def test_an_answer_is_as_many_packets_as_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head goes with the first event and all that ends it with the last: no packet carries either alone."""
+    packets: list[bytes] = []
 
-    class Counting(stream.web.StreamResponse):
-        async def write(self, data: Any) -> None:
-            writes.append(bytes(data))
-            await super().write(data)
+    def counted(self: StreamWriter, chunk: Any) -> None:
+        packets.append(bytes(chunk))
+        write(self, chunk)
 
-        async def write_eof(self, data: Any = b"") -> None:
-            if data:  # the server asks once more, which does nothing
-                writes.append(bytes(data))
-            await super().write_eof(data)
+    def counted_lines(self: StreamWriter, chunks: Any) -> None:
+        packets.append(b"".join(chunks))
+        write_lines(self, chunks)
 
-    monkeypatch.setattr(stream.web, "StreamResponse", Counting)
+    write, write_lines = StreamWriter._write, StreamWriter._writelines
     script = says("one two three")
     body = {
         "model": MODEL,
@@ -116,15 +115,18 @@ async def test_an_answer_is_as_many_writes_as_chunks(monkeypatch: pytest.MonkeyP
         "stream_options": {"include_usage": True},
         **CHAT,
     }
-    async with (
-        requesting(ScriptedEngine(script)) as (session, url),
-        session.post(f"{url}/v1/chat/completions", json=body) as response,
-    ):
-        sent = await response.read()
-    assert b"".join(writes) == sent
-    assert len(writes) == len(script.token_ids)
-    assert writes[-1].endswith(b"data: [DONE]\n\n")
-    assert b'"usage":{' in writes[-1]
+    async with requesting(ScriptedEngine(script)) as (session, url):
+        monkeypatch.setattr(StreamWriter, "_write", counted)
+        monkeypatch.setattr(StreamWriter, "_writelines", counted_lines)
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            await response.read()
+    answer = [packet for packet in packets if not packet.startswith(b"POST ")]
+    assert len(answer) == len(script.token_ids)
+    assert answer[0].startswith(b"HTTP/1.1 200")
+    assert b"data: {" in answer[0]
+    assert b"data: [DONE]\n\n" in answer[-1]
+    assert answer[-1].endswith(b"0\r\n\r\n")
+    assert b'"usage":{' in answer[-1]
 
 
 def cost_s(parser: Any, watchers: Sequence[stream.Watch], token_ids: tuple[int, ...]) -> float:

@@ -42,6 +42,12 @@ _HEADERS = {
 _CUT_SHORT = "the engine stopped answering before the end"
 
 
+class _EventStream(web.StreamResponse):
+    """A stream whose head waits for the first event: one write, and one packet, until the first token is there."""
+
+    _send_headers_immediately = False
+
+
 @asynccontextmanager
 async def generating(
     engine: TokenEngine, request: GenerateRequest
@@ -62,13 +68,15 @@ async def stream_answer(
     parser: AnswerParser,
     watchers: Sequence[Watch] = (),
 ) -> web.StreamResponse:
-    """Send the answer as events. They begin with the first token, so that errors before it have a status."""
+    """Send the answer as events. They begin with the first event, so that errors before it have a status."""
     response: web.StreamResponse | None = None
     async for chunk in tokens:
         for watch in watchers:
             chunk = watch(chunk)
         events = parser.push(chunk)
         if response is None:
+            if not (events or parser.finished):
+                continue  # the head would wait for an event; until then a failure still has a status
             response = await _open(request, parser)
         if parser.finished:
             # The last events, what ends the stream and what ends the body: one write, and one packet.
@@ -107,7 +115,7 @@ async def fail_stream(stream: OpenStream, failure: Failure) -> web.StreamRespons
 
 
 async def _open(request: web.Request, parser: AnswerParser) -> web.StreamResponse:
-    response = web.StreamResponse(headers=_HEADERS)
+    response = _EventStream(headers=_HEADERS)
     await response.prepare(request)
     request[OPEN_STREAM] = OpenStream(response, parser)
     return response
