@@ -537,15 +537,10 @@ def scale_rows_reversed(patch: Patch) -> None:
 
 @mistake
 def fp4_nibbles_swapped(patch: Patch) -> None:
-    def swapped(codes: Tensor, scales: Tensor) -> ops.Fp4Matrix:
-        return ops.Fp4Matrix((codes >> 4) | (codes << 4), scales)
+    def swapped(matrix: ops.Fp4Matrix) -> ops.Fp4Matrix:
+        return ops.Fp4Matrix((matrix.codes >> 4) | (matrix.codes << 4), matrix.scales)
 
-    wrap(
-        patch,
-        ShardReader,
-        "fp4",
-        lambda real: lambda self, p: swapped(real(self, p).codes, real(self, p).scales),
-    )
+    wrap(patch, ShardReader, "experts", lambda real: lambda self, *args: swapped(real(self, *args)))
 
 
 @mistake

@@ -1,8 +1,8 @@
 """From checkpoint bytes to a rank's tensors. Owns reading, slicing, padding and decoding; no arithmetic else.
 
-A rank reads only the byte ranges that its ShardPlan names. Padding is written as zeros explicitly, because a
-buffer fresh from the allocator may hold anything: `allocate` is a parameter so that a test can hand out
-buffers full of NaN patterns and prove that none of it survives.
+A rank reads only the byte ranges that its ShardPlan names. What it keeps lies in an arena. Padding is written as zeros
+explicitly, because a buffer may hold anything: `allocate` is a parameter so that a test can hand out buffers full of
+NaN patterns, also for what is not kept, and prove that none of it survives.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deskfleet.engine import ops
+from deskfleet.engine.arena import Allocate, Arena
 from deskfleet.errors import CheckpointError
 from deskfleet.model.checkpoint import Checkpoint, TensorInfo
 from deskfleet.model.layout import ShardPlan, TensorShard
@@ -29,9 +30,7 @@ _NUMPY_DTYPES = {
     "I8": np.uint8,
 }
 
-_DECODED_AT_ONCE = 1 << 13  # weights as float64
-
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+_DECODED_AT_ONCE = 1 << 12  # weights as float64
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -50,13 +49,14 @@ class ShardReader:
         plan: ShardPlan,
         rank: int,
         *,
-        allocate: Allocate = _empty,
+        allocate: Allocate | None = None,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.plan = plan
         self.rank = rank
-        self._allocate = allocate
+        self._allocate = allocate or _empty
+        self._keep = allocate or Arena().take  # for what outlives the reader
         self._on_read = on_read
         self._files: dict[str, int] = {}
 
@@ -72,52 +72,44 @@ class ShardReader:
 
     def raw(self, name: str) -> np.ndarray:
         """This rank's slice of `name` in its stored dtype (bf16 as uint16, FP8/E8M0/FP4 as uint8), padded."""
-        info = self.checkpoint.tensors[name]
-        shard = self.plan.shard(name, self.rank)
-        dtype = np.dtype(_NUMPY_DTYPES[info.dtype])
-        local = self._allocate(shard.local_shape, dtype)
-        if shard.dim is None:
-            self._read_into(info, 0, local)
-            self._count(local.nbytes)
-            return local
-        _zero_padding(local, shard)
-        filled = 0
-        for start, stop in shard.ranges:
-            part = self._read_range(info, dtype, shard, start, stop)
-            target = [slice(None)] * local.ndim
-            target[shard.dim] = slice(filled, filled + stop - start)
-            local[tuple(target)] = part
-            filled += stop - start
-            self._count(part.nbytes)
-        return local
+        return self._read(name, self._allocate)
 
     def bf16(self, name: str) -> Tensor:
         """A BF16 tensor."""
-        return torch.from_numpy(self.raw(name).view(np.int16)).view(torch.bfloat16)
+        return _as_bf16(self._read(name, self._keep))
 
     def f32(self, name: str) -> Tensor:
         """A BF16 or F32 tensor as float32."""
         if self.checkpoint.tensors[name].dtype == "BF16":
-            return self.bf16(name).to(torch.float32)
-        return torch.from_numpy(self.raw(name))
+            stored = _as_bf16(self.raw(name))
+            return torch.from_numpy(self._keep(tuple(stored.shape), np.dtype(np.float32))).copy_(stored)
+        return torch.from_numpy(self._read(name, self._keep))
 
     def matrix(self, name: str) -> Tensor:
         """A BF16 or F32 matrix as it is stored, ready for ops.linear."""
         return self.bf16(name) if self.checkpoint.tensors[name].dtype == "BF16" else self.f32(name)
 
-    def fp8(self, prefix: str) -> Tensor:
-        """`prefix.weight` with `prefix.scale` as bf16 [out, in], which holds every value exactly."""
-        codes = torch.from_numpy(self.raw(f"{prefix}.weight"))
-        scales = torch.from_numpy(self.raw(f"{prefix}.scale"))
+    def fp8(self, *prefixes: str) -> Tensor:
+        """`prefix.weight` with `prefix.scale` as bf16 [out, in], which holds every value exactly.
+
+        Of several, the matrices under one another: [Σ out, in].
+        """
+        parts = [(self.raw(f"{prefix}.weight"), self.raw(f"{prefix}.scale")) for prefix in prefixes]
+        shape = sum(len(codes) for codes, _ in parts), parts[0][0].shape[1]
+        whole = _as_bf16(self._keep(shape, np.dtype(np.uint16)))
+        places = whole.split([len(codes) for codes, _ in parts])
+        for prefix, (codes, scales), rows in zip(prefixes, parts, places, strict=True):
+            self._decode_fp8(prefix, torch.from_numpy(codes), torch.from_numpy(scales), rows)
+        return whole
+
+    def _decode_fp8(self, prefix: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         block = self.plan.config.weight_block_size
-        narrow = torch.empty(codes.shape, dtype=torch.bfloat16)
         # A few rows at a time: as float64, a large matrix takes eight times the room that it has in the file.
         step = max(_DECODED_AT_ONCE // (codes.shape[1] * block), 1)
         for first in range(0, len(scales), step):
             rows = slice(first * block, (first + step) * block)
             wide = ops.dequantize_fp8_weight(codes[rows], scales[first : first + step], block)
-            narrow[rows] = _exact_bf16(wide, prefix)
-        return narrow
+            out[rows] = _exact_bf16(wide, prefix)
 
     def fp4(self, prefix: str) -> ops.Fp4Matrix:
         """A routed expert's MXFP4 matrix [out, in], as it is stored."""
@@ -127,12 +119,50 @@ class ShardReader:
 
     def experts(self, prefix: str, names: Sequence[str], expert_ids: range) -> ops.Fp4Matrix:
         """Stacked experts [E_local, Σ out, in]: the matrices `names` of each expert under one another."""
-        codes, scales = [], []
-        for expert in expert_ids:
-            matrices = [self.fp4(f"{prefix}.{expert}.{name}") for name in names]
-            codes.append(torch.cat([matrix.codes for matrix in matrices]))
-            scales.append(torch.cat([matrix.scales for matrix in matrices]))
-        return ops.Fp4Matrix(torch.stack(codes), torch.stack(scales))
+        return ops.Fp4Matrix(
+            *(
+                self._stacked(prefix, [f"{name}.{part}" for name in names], expert_ids)
+                for part in ("weight", "scale")
+            )
+        )
+
+    def _stacked(self, prefix: str, names: Sequence[str], expert_ids: range) -> Tensor:
+        """uint8 [E_local, Σ rows, columns] of each expert's tensors `names`."""
+        shapes = [
+            self.plan.shard(f"{prefix}.{expert_ids.start}.{name}", self.rank).local_shape for name in names
+        ]
+        shape = len(expert_ids), sum(rows for rows, _ in shapes), shapes[0][1]
+        whole = self._keep(shape, np.dtype(np.uint8))
+        for stacked, expert in zip(whole, expert_ids, strict=True):
+            first = 0
+            for name, (rows, _) in zip(names, shapes, strict=True):
+                self._fill(f"{prefix}.{expert}.{name}", stacked[first : first + rows])
+                first += rows
+        return torch.from_numpy(whole)
+
+    def _read(self, name: str, allocate: Allocate) -> np.ndarray:
+        dtype = np.dtype(_NUMPY_DTYPES[self.checkpoint.tensors[name].dtype])
+        local = allocate(self.plan.shard(name, self.rank).local_shape, dtype)
+        self._fill(name, local)
+        return local
+
+    def _fill(self, name: str, local: np.ndarray) -> None:
+        """Write this rank's slice of `name` and its padding over all of `local`, which must be contiguous."""
+        info = self.checkpoint.tensors[name]
+        shard = self.plan.shard(name, self.rank)
+        if shard.dim is None:
+            self._read_into(info, 0, local)
+            self._count(local.nbytes)
+            return
+        _zero_padding(local, shard)
+        filled = 0
+        for start, stop in shard.ranges:
+            part = self._read_range(info, local.dtype, shard, start, stop)
+            target = [slice(None)] * local.ndim
+            target[shard.dim] = slice(filled, filled + stop - start)
+            local[tuple(target)] = part
+            filled += stop - start
+            self._count(part.nbytes)
 
     def _read_range(
         self, info: TensorInfo, dtype: np.dtype, shard: TensorShard, start: int, stop: int
@@ -181,6 +211,11 @@ class ShardReader:
             except OSError as error:
                 raise CheckpointError(f"cannot open {info.path}: {error.strerror}") from error
         return self._files[key]
+
+
+def _as_bf16(bits: np.ndarray) -> Tensor:
+    """uint16 -> bf16 of the same memory."""
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def _exact_bf16(wide: Tensor, prefix: str) -> Tensor:

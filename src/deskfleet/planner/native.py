@@ -147,12 +147,13 @@ def _value_bytes(name: str, spec: TensorSpec) -> int:
     return 4 if spec.dtype == "F32" or _AS_FLOAT32.fullmatch(name) else 2
 
 
-_PARTS_BYTES = {"F8_E4M3": 1, "I8": 0, "F8_E8M0": 0, "BF16": 2, "F32": 0}
-"""What lies beside a value while it is made: its code, or what it was read as."""
+_PARTS_BYTES = {"F8_E4M3": 2, "I8": 1, "F8_E8M0": 1, "BF16": 2, "F32": 0}
+"""What lies beside a value while it is put in its place: what it was read as; of FP8, the codes of two matrices."""
 
-_DECODED_AT_ONCE = 1 << 13  # values of FP8, but never less than the rows that share a scale
+_DECODED_AT_ONCE = 1 << 12  # values of FP8, but never less than the rows that share a scale
 _SCALE_ROWS = 32
-_DECODED_BYTES = 8 + 8 + 8  # values before and scales as float64, and their product
+_DECODED_BYTES = 10 * 8  # as float64; three are in use, the others the allocator keeps (measured)
+_FREE_HEAP_BYTES = 6 * MIB  # of small pieces that the allocator keeps until loading is over (measured)
 
 
 def _weight_lines(all_held: Sequence[_Held]) -> Iterator[BudgetLine]:
@@ -173,23 +174,20 @@ def _weight_lines(all_held: Sequence[_Held]) -> Iterator[BudgetLine]:
 
 def _loading_line(all_held: Sequence[_Held]) -> BudgetLine:
     """The most that making one tensor holds besides that tensor, as if it came last."""
-    stacked_bytes = decoded_bytes = 0
+    read_bytes = decoded_bytes = 0
     for held in all_held:
-        if held.dtype == "I8":
-            # w1, w3 and w2 are alike in size; the first two of each expert lie apart until they are stacked, with a
-            # scale for 16 bytes.
-            stacked_bytes = max(stacked_bytes, 2 * held.count * (held.num_values + held.num_values // 16))
-        parts_bytes = held.num_values * _PARTS_BYTES[held.dtype]
+        read_bytes = max(read_bytes, held.num_values * _PARTS_BYTES[held.dtype])
         if held.dtype == "F8_E4M3":
-            parts_bytes += max(_DECODED_AT_ONCE, _SCALE_ROWS * held.width) * _DECODED_BYTES
-        decoded_bytes = max(decoded_bytes, parts_bytes)
+            decoded_bytes = max(
+                decoded_bytes, max(_DECODED_AT_ONCE, _SCALE_ROWS * held.width) * _DECODED_BYTES
+            )
     return BudgetLine(
         "load.decoding",
         "workspace",
-        max(stacked_bytes, decoded_bytes),
+        read_bytes + decoded_bytes + _FREE_HEAP_BYTES,
         "temporary",
-        f"max(experts of a layer {stacked_bytes:,} B, one tensor in parts {decoded_bytes:,} B)",
-        "experts are stacked from single ones, and weights decoded from codes and scales",
+        f"{read_bytes:,} B as read + {decoded_bytes:,} B of float64 + {_FREE_HEAP_BYTES:,} B of free heap",
+        "a tensor as it was read, and some of its rows while they are decoded",
         phase="load",
     )
 

@@ -31,7 +31,7 @@ class MoE:
             self.w13 = reader.experts(f"{prefix}.experts", ("w1", "w3"), self.expert_ids)  # (E_local, 2F, M)
             self.w2 = reader.experts(f"{prefix}.experts", ("w2",), self.expert_ids)  # (E_local, M, F)
         shared = f"{prefix}.shared_experts"
-        self.shared_w13 = torch.cat((reader.fp8(f"{shared}.w1"), reader.fp8(f"{shared}.w3")))
+        self.shared_w13 = reader.fp8(f"{shared}.w1", f"{shared}.w3")
         self.shared_w2 = reader.fp8(f"{shared}.w2")
 
     def route(self, x: Tensor, image_mask: Tensor | None) -> tuple[Tensor, Tensor]:
