@@ -53,7 +53,14 @@ OPS_LIBRARY = Variable(
     meaning="Another file to load as the native operators, such as one built with sanitizers.",
 )
 
-VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY, OPS_LIBRARY, TRACE_DIR)
+RANK_TOKEN = Variable(
+    name="DESKFLEET_RANK_TOKEN",
+    values=(),
+    default="",
+    meaning="The secret by which `deskfleet rank` and its supervisor know each other, 16 characters or more.",
+)
+
+VARIABLES: tuple[Variable, ...] = (LOG_LEVEL, ENGRAM_LIBRARY, OPS_LIBRARY, RANK_TOKEN, TRACE_DIR)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -89,6 +96,7 @@ __all__ = [
     "LOG_LEVEL",
     "OPS_LIBRARY",
     "PREFIX",
+    "RANK_TOKEN",
     "TRACE_DIR",
     "VARIABLES",
     "Variable",

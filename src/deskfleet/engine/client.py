@@ -1,6 +1,6 @@
-"""The supervisor's side of the engine: starts the ranks, carries requests, ends everything together.
+"""The supervisor's side of the engine: has the ranks started, carries requests, ends everything together.
 
-Owns the group of rank processes, its directory and the requests under way; implements `endpoint.TokenEngine`.
+Owns the group of ranks, wherever they run, and the requests under way; implements `endpoint.TokenEngine`.
 Imports no torch, so the process that serves HTTP stays small. If any rank ends or raises, the whole group is
 stopped, every request fails with one sentence that names the cause, and nothing is left behind.
 """
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,10 +29,22 @@ from deskfleet.endpoint import (
 )
 from deskfleet.engine import messages
 from deskfleet.engine.constraints import check_constraint
+from deskfleet.engine.identity import checkpoint_identity
 from deskfleet.engine.images import PreparedImage, prepare_image
 from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
-from deskfleet.engine.process import RankProcess, cause_of_end, rank_health, receive, start_rank
-from deskfleet.engine.spec import RankSpec
+from deskfleet.engine.local_ranks import LocalRanks
+from deskfleet.engine.messages import PUBLISHED_SHARDS
+from deskfleet.engine.process import (
+    Patience,
+    RankProcess,
+    RankStarter,
+    cause_of_end,
+    find_silent,
+    rank_health,
+    receive,
+)
+from deskfleet.engine.receipts import disagreement
+from deskfleet.engine.spec import RankPaths, RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.stopping import StopStrings
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
@@ -53,8 +62,6 @@ from deskfleet.model.limits import (
 from deskfleet.model.memory import RankMemory
 from deskfleet.model.packs import check_pack
 from deskfleet.model.tokenizer import load_tokenizer, thinking_tokens
-
-PUBLISHED_SHARDS = "published shards"
 
 _SETTLE_S = 0.5  # after one rank ends, how long others may still report why
 _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
@@ -103,6 +110,7 @@ class LoadedRank:
     """One rank that is ready. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own.
 
     `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for.
+    `node` is the machine it runs on, None for the supervisor's own.
     """
 
     rank: int
@@ -112,6 +120,7 @@ class LoadedRank:
     load_s: float
     engram: str | None
     operators: str
+    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +145,10 @@ class _Pending:
 class EngineClient:
     """A running group of rank processes behind the TokenEngine contract.
 
-    `async with EngineClient(checkpoint, options) as engine: ...`. `on_load` is called with LoadProgress. `plan` says
-    which rank holds what, `limits` how much at once, `with_drafts` whether drafts are served.
+    `async with EngineClient(checkpoint, options) as engine: ...`. `on_load` is called with LoadProgress. `starter` is
+    where ranks come from, by default processes of this machine. `plan` says which rank holds what, `limits` how much
+    at once, `with_drafts` whether drafts are served. `planned_bytes`, the resident bytes planned for each rank, may be
+    set before `start`: a rank whose machine cannot give them refuses before it loads.
     """
 
     def __init__(
@@ -146,6 +157,7 @@ class EngineClient:
         options: EngineOptions | None = None,
         *,
         on_load: Callable[[LoadProgress], None] | None = None,
+        starter: RankStarter | None = None,
     ) -> None:
         """Check everything that can be checked before a process starts.
 
@@ -159,7 +171,11 @@ class EngineClient:
         self.with_drafts = _speculation(checkpoint, self.options).num_drafts > 0
         self.limits = _resolve_limits(checkpoint, self.options, self._max_model_len, self.with_drafts)
         self.plan = ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
-        _check_pack(checkpoint, self.plan, self.options)
+        self._starter = starter or _here(checkpoint, self.options)
+        if self._starter.ranks_know_paths:
+            _check_names_no_pack(self.options)
+        else:
+            _check_pack(checkpoint, self.plan, self.options)
         self._tokenizer = load_tokenizer(checkpoint.directory)
         self.planned_bytes: Mapping[int, int] = {}  # resident bytes by rank, set by whoever has planned them
         self._ranks: list[RankProcess] = []
@@ -173,8 +189,6 @@ class EngineClient:
         self._settled = asyncio.Event()  # all ranks are ready, or never will be
         self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._directory: Path | None = None
-        self._server: asyncio.Server | None = None
 
     # --- contract -------------------------------------------------------------------------------------
 
@@ -244,9 +258,16 @@ class EngineClient:
                 load_s=report.load_s,
                 engram=report.engram,
                 operators=report.operators,
+                node=rank.node,
             )
             for rank, report in ready
         )
+
+    @property
+    def receipts(self) -> tuple[messages.Receipt, ...]:
+        """What each rank is made of; they agree. Raises EngineError while the group is loading."""
+        self._check_alive()
+        return tuple(rank.receipt for rank in self._ranks if rank.receipt is not None)
 
     @property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -273,9 +294,8 @@ class EngineClient:
         backend = next((rank.engram for rank in self.ranks if rank.engram is not None), None)
         if backend is None:
             return None
-        pack = self.options.engram_pack
         return EngramSource(
-            source=PUBLISHED_SHARDS if pack is None else str(pack),
+            source=self.receipts[0].engram_source or PUBLISHED_SHARDS,
             second_source=PUBLISHED_SHARDS if self.options.engram_second_source else None,
             backend=backend,
         )
@@ -295,24 +315,20 @@ class EngineClient:
         """Start every rank and wait until all are loaded. Raises EngineError, with nothing left running."""
         try:
             await self._start()
-        except OSError as error:
-            await self.close()
-            raise EngineError(
-                f"cannot start the ranks: {error.strerror or error}",
-                hint=f"the run directory was {self._directory}; TMPDIR chooses where it is made",
-            ) from error
         except BaseException:
             await self.close()
             raise
 
     async def _start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="deskfleet-"))
-        socket_path = str(self._directory / "control.sock")
-        self._server = await asyncio.start_unix_server(self._on_connection, socket_path)
-        for spec in self._rank_specs(self._directory, socket_path):
-            self._ranks.append(await start_rank(spec, self._directory))
+        identity = await asyncio.to_thread(checkpoint_identity, self.checkpoint)
+        await self._starter.listen(self._attend)
+        for number in range(self.options.tp_size):
+            self._ranks.append(await self._starter.start(self._rank_spec(number, identity)))
         for rank in self._ranks:
             self._spawn_task(self._watch(rank))
+        self._spawn_task(self._watch_arrival())
+        if self._starter.patience is not None:
+            self._spawn_task(self._keep_in_touch(self._starter.patience))
         await self._settled.wait()
         self._check_alive()
 
@@ -333,42 +349,53 @@ class EngineClient:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._server is not None:
-                self._server.close()
-            if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+            await self._starter.close()
 
     # --- ranks ----------------------------------------------------------------------------------------
 
-    def _rank_specs(self, directory: Path, socket_path: str) -> list[RankSpec]:
-        options = self.options
-        cores = len(os.sched_getaffinity(0))
-        launch_id = uuid.uuid4().hex
-        return [
-            RankSpec(
-                launch_id=launch_id,
-                rank=rank,
-                tp_size=options.tp_size,
-                checkpoint=str(self.checkpoint.directory),
-                engram_pack=None if options.engram_pack is None else str(options.engram_pack),
-                engram_second_source=options.engram_second_source,
-                control_socket=socket_path,
-                rendezvous=f"file://{directory}/rendezvous",
-                limits=self.limits,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                speculation=options.speculation,
-                prefix_cache=options.prefix_cache,
-                prefix_replay=options.prefix_replay,
-                operators=options.operators,
-                num_threads=options.threads_per_rank or max(cores // options.tp_size, 1),
-                parent_pid=os.getpid(),
-            )
-            for rank in range(options.tp_size)
-        ]
+    def _rank_spec(self, rank: int, identity: str) -> RankSpec:
+        options, patience = self.options, self._starter.patience
+        return RankSpec(
+            launch_id=self._starter.launch_id,
+            rank=rank,
+            tp_size=options.tp_size,
+            checkpoint_identity=identity,
+            engram_second_source=options.engram_second_source,
+            checks_pack=self._starter.ranks_know_paths,
+            rendezvous=self._starter.rendezvous,
+            limits=self.limits,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            speculation=options.speculation,
+            prefix_cache=options.prefix_cache,
+            prefix_replay=options.prefix_replay,
+            operators=options.operators,
+            num_threads=options.threads_per_rank,
+            planned_bytes=self.planned_bytes.get(rank),
+            silence_s=None if patience is None else patience.rank_ends_s,
+        )
 
     async def _watch(self, rank: RankProcess) -> None:
         await rank.process.wait()
         self._notice_end(rank)
+
+    async def _watch_arrival(self) -> None:
+        missing = await self._starter.missing()
+        if missing is not None:
+            await self.abandon(missing)
+
+    async def _keep_in_touch(self, patience: Patience) -> None:
+        """Tell ranks elsewhere that this process lives, and notice those that say nothing any more."""
+        alive = messages.frame(messages.Alive())
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            for rank in self._ranks:
+                if rank.writer is None or rank.heard_at_s is None:
+                    continue
+                rank.writer.write(alive)
+                if now_s - rank.heard_at_s > patience.rank_is_lost_s:
+                    rank.lost = f"has been silent for {now_s - rank.heard_at_s:.0f} s"
+                    self._notice_end(rank)
+            await asyncio.sleep(patience.heartbeat_s)
 
     def _notice_end(self, rank: RankProcess) -> None:
         """`rank` ended, by its process, its connection or its own word: the group ends with it."""
@@ -383,14 +410,19 @@ class EngineClient:
         await asyncio.sleep(_SETTLE_S)  # a rank that only lost a peer may be noticed before the peer itself
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
-                await asyncio.gather(*(rank.process.wait() for rank in self._ended))
+                await asyncio.gather(*(rank.process.wait() for rank in self._ended if rank.lost is None))
         if self._closing:
             return
-        self._failure = cause_of_end(self._ended)
+        now_s = asyncio.get_running_loop().time()
+        self._failure = cause_of_end(self._ended + find_silent(self._ranks, self._ended, now_s))
         await self._finish_group()
 
     async def _finish_group(self) -> None:
         """Leave no rank behind and let everyone know of the failure."""
+        assert self._failure is not None
+        for rank in self._ranks:  # those elsewhere say it to whoever reads their output
+            if rank.writer is not None:
+                rank.writer.write(messages.frame(messages.End(self._failure.message)))
         try:
             await self._kill_all()
         finally:
@@ -409,27 +441,33 @@ class EngineClient:
                     rank.process.kill()
         await asyncio.gather(*(rank.process.wait() for rank in self._ranks))
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _attend(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the connection of rank `number` (see `process.Attend`)."""
+        if not 0 <= number < self.options.tp_size:
+            return
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         rank: RankProcess | None = None
         try:
-            hello = await receive(reader)
-            if not isinstance(hello, messages.Hello) or not 0 <= hello.rank < self.options.tp_size:
-                return
             # The rank may connect before its process object is stored.
-            while len(self._ranks) <= hello.rank:
+            while len(self._ranks) <= number:
                 await asyncio.sleep(0.01)
-            rank = self._ranks[hello.rank]
+            rank = self._ranks[number]
             rank.writer = writer
+            rank.heard_at_s = asyncio.get_running_loop().time()
             while (report := await receive(reader)) is not None:
                 self._on_report(rank, report)
-        except (asyncio.CancelledError, ConnectionError):
-            pass  # close() cancels; a reset is what a killed rank leaves
+        except asyncio.CancelledError:
+            pass  # close() cancels
+        except OSError as error:
+            if rank is not None:
+                rank.lost = f"cannot be reached: {error.strerror or error}"
+        except msgspec.MsgspecError as error:
+            if rank is not None:
+                rank.lost = f"said what is no message: {error}"
         finally:
-            writer.close()
             if rank is not None:
                 rank.writer = None
                 self._notice_end(rank)
@@ -445,6 +483,9 @@ class EngineClient:
                     self._pending[output.request_id].outputs.put_nowait(output)
         elif isinstance(report, messages.EngramReads):
             self._engram[report.rank] = report.stats
+        elif isinstance(report, messages.Receipt):
+            rank.receipt = report
+            self._check_agreement()
         elif isinstance(report, messages.Loading):
             if self._on_load is not None:
                 self._on_load(LoadProgress(report.rank, report.done_bytes, report.total_bytes))
@@ -455,6 +496,13 @@ class EngineClient:
         elif isinstance(report, messages.Failed):
             rank.failed = report
             self._notice_end(rank)  # now, because its process may hang on its way out
+
+    def _check_agreement(self) -> None:
+        """Give the group up when ranks that are to compute together are not alike."""
+        receipts = {rank.number: rank.receipt for rank in self._ranks if rank.receipt is not None}
+        sentence = disagreement(receipts)
+        if sentence is not None:
+            self._spawn_task(self.abandon(sentence))
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -543,6 +591,19 @@ class EngineClient:
             del self._pending[message.request_id]
             if not finished:
                 self._send(messages.Cancel(message.request_id))
+
+
+def _here(checkpoint: Checkpoint, options: EngineOptions) -> LocalRanks:
+    pack = None if options.engram_pack is None else str(options.engram_pack)
+    return LocalRanks(RankPaths(str(checkpoint.directory), pack))
+
+
+def _check_names_no_pack(options: EngineOptions) -> None:
+    if options.engram_pack is not None:
+        raise ConfigError(
+            f"engram_pack {options.engram_pack} is a place on this machine, and ranks of other machines have their own",
+            hint="name it there: deskfleet rank --engram-pack DIR",
+        )
 
 
 def _check_options(options: EngineOptions) -> None:

@@ -23,6 +23,9 @@ from deskfleet.model.memory import RankMemory
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 
+PUBLISHED_SHARDS = "published shards"
+"""Where Engram rows come from when no pack is named."""
+
 
 class ImagePixels(msgspec.Struct, frozen=True):
     """A prepared image: uint8 pixels row-major RGB, and its token types."""
@@ -62,14 +65,50 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the group."""
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The supervisor lives. Sent to ranks whose kernel would not tell them of its end."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The group has failed: end now, whatever the main thread is at."""
+
+    reason: str
+
+
 Command = AddRequest | Cancel | Stop
+"""What rank 0 is asked for."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a rank."""
+    """First message of a rank on the supervisor's machine; one from elsewhere has said who it is (`handshake`)."""
 
     rank: int
     pid: int
+
+
+class Receipt(msgspec.Struct, frozen=True, tag=True):
+    """What a rank is made of, before it reads a weight. Digests are SHA-256 in hexadecimal.
+
+    `operators` are "native" or "reference", `operators_detail` with which instructions or why not. `engram_source` is
+    the pack's directory or the published shards, None without Engram layers; `engram_rows` says which rows the pack
+    holds (its identity), `engram_manifest` also which share of them.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    deskfleet: str
+    torch: str
+    python: str
+    checkpoint: str
+    shard_plan: str
+    token_map: str
+    operators_asked: str
+    operators: str
+    operators_detail: str
+    engram_source: str | None
+    engram_rows: str | None
+    engram_manifest: str | None
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -151,7 +190,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     host_available_bytes: int | None
 
 
-Report = Hello | Loading | Ready | StepOutput | EngramReads | Heartbeat | Failed
+Report = Hello | Receipt | Loading | Ready | StepOutput | EngramReads | Heartbeat | Failed
 
 
 class SegmentMessage(msgspec.Struct, frozen=True):
@@ -205,7 +244,7 @@ class StopMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-command_decoder = msgspec.msgpack.Decoder(Command)
+command_decoder = msgspec.msgpack.Decoder(Command | Alive | End)
 report_decoder = msgspec.msgpack.Decoder(Report)
 lockstep_decoder = msgspec.msgpack.Decoder(StepMessage | DraftMessage | StopMessage)
 
@@ -229,11 +268,14 @@ def frame_length(prefix: bytes) -> int:
 
 __all__ = [
     "LENGTH_BYTES",
+    "PUBLISHED_SHARDS",
     "AddRequest",
+    "Alive",
     "Cancel",
     "Command",
     "DraftMessage",
     "DraftRequest",
+    "End",
     "EngramReads",
     "Failed",
     "Heartbeat",
@@ -241,6 +283,7 @@ __all__ = [
     "ImagePixels",
     "Loading",
     "Ready",
+    "Receipt",
     "Report",
     "RequestOutput",
     "SegmentMessage",

@@ -2,30 +2,33 @@
 
 A rank reads one file, reports to its supervisor over one socket, and never outlives it: the kernel kills it
 with its parent, and a closed socket ends it too. Whatever goes wrong is reported in one sentence before exit.
+`serve` is also what a rank does that came from another machine (`guest`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import hashlib
+import logging
 import os
-import select
+import platform
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 
+from deskfleet import __version__
 from deskfleet.engine import messages, ops, trace
 from deskfleet.engine.constraints import ConstraintCompiler
+from deskfleet.engine.control import Control, Exit
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.identity import checkpoint_identity, plan_digest, token_map_digest
 from deskfleet.engine.memory import (
     census,
     give_back_free_heap,
@@ -34,86 +37,27 @@ from deskfleet.engine.memory import (
     resident_bytes,
 )
 from deskfleet.engine.model.engram import Tables
+from deskfleet.engine.progress import Progress
 from deskfleet.engine.runner import ModelRunner
-from deskfleet.engine.spec import RankSpec
+from deskfleet.engine.spec import LocalRank, RankPaths, RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
-from deskfleet.errors import DeskfleetError
+from deskfleet.errors import CheckpointError, DeskfleetError, EngineError
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.memory import RankMemory
 from deskfleet.model.names import TensorClass
-from deskfleet.model.packs import PackedTables
+from deskfleet.model.packs import PackedTables, check_pack
 from deskfleet.model.tokenizer import load_tokenizer, thinking_tokens
+from deskfleet.units import format_bytes
 from deskfleet_engram.errors import EngramError
+from deskfleet_engram.manifest import MANIFEST_NAME, read_manifest
 from deskfleet_engram.tokens import check_size, compressed_token_map
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY_BYTES = 1 << 24
-_HEARTBEAT_S = 1.0
 _QUEUE_SHOWN = 256
 
-
-class Control:
-    """The rank's end of the supervisor's socket."""
-
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
-        self._buffer = bytearray()
-        self._lock = threading.Lock()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Report to the supervisor."""
-        with self._lock:
-            self._socket.sendall(messages.frame(message))
-
-    def receive(self, *, block: bool) -> list[messages.Command]:
-        """Commands that have arrived; waits for one when `block`. Exits the process when the supervisor is gone."""
-        commands: list[messages.Command] = []
-        while True:
-            commands += self._parse()
-            if commands and block:
-                return commands
-            ready, _, _ = select.select([self._socket], [], [], None if block else 0)
-            if not ready:
-                return commands
-            received = self._socket.recv(1 << 20)
-            if not received:
-                os._exit(DeskfleetError.exit_code)
-            self._buffer += received
-
-    def exit_with_supervisor(self) -> None:
-        """For ranks that take no commands: end this process as soon as the supervisor closes the socket."""
-
-        def watch() -> None:
-            while self._socket.recv(4096):
-                pass
-            os._exit(DeskfleetError.exit_code)
-
-        threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
-
-    def beat(self, heartbeat: Callable[[], messages.Heartbeat]) -> None:
-        """Report every second that this process lives and where its main thread is, for as long as it does."""
-
-        def report() -> None:
-            with contextlib.suppress(OSError):  # the supervisor is gone, and this process is on its way out
-                while True:
-                    self.send(heartbeat())
-                    time.sleep(_HEARTBEAT_S)
-
-        threading.Thread(target=report, name="heartbeat", daemon=True).start()
-
-    def _parse(self) -> list[messages.Command]:
-        commands = []
-        while len(self._buffer) >= messages.LENGTH_BYTES:
-            stop = messages.LENGTH_BYTES + messages.frame_length(bytes(self._buffer[: messages.LENGTH_BYTES]))
-            if len(self._buffer) < stop:
-                break
-            commands.append(
-                messages.command_decoder.decode(bytes(self._buffer[messages.LENGTH_BYTES : stop]))
-            )
-            del self._buffer[:stop]
-        return commands
+logger = logging.getLogger(__name__)
 
 
 def token_map(checkpoint: Checkpoint) -> np.ndarray:
@@ -124,14 +68,22 @@ def token_map(checkpoint: Checkpoint) -> np.ndarray:
     return compressed
 
 
-def run(spec: RankSpec, control: Control) -> None:
+def run(spec: RankSpec, paths: RankPaths, control: Control) -> None:
     """Load, meet the group, and serve until told to stop."""
     begin = time.monotonic()
-    torch.set_num_threads(spec.num_threads)
-    operators = str(ops.select(spec.operators))
-    checkpoint = Checkpoint.open(Path(spec.checkpoint))
+    pulse = _Pulse(spec.rank)
+    control.beat(pulse.heartbeat)
+    torch.set_num_threads(spec.num_threads or len(os.sched_getaffinity(0)))
+    operators = ops.select(spec.operators)
+    checkpoint = _open_same(spec, paths)
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
     compressed = token_map(checkpoint)
+    if spec.checks_pack and paths.engram_pack is not None:
+        ranks = range(spec.tp_size)
+        columns = [plan.engram_columns(rank) if rank == spec.rank else () for rank in ranks]
+        check_pack(Path(paths.engram_pack), checkpoint.directory, columns)
+    control.send(_receipt(spec, paths, plan, compressed, operators))
+    check_room(spec)
     comm = Communicator.join(spec.rank, spec.tp_size, spec.rendezvous)
     before = process_memory()
     with_drafts = _speculation(spec, checkpoint).num_drafts > 0
@@ -144,9 +96,8 @@ def run(spec: RankSpec, control: Control) -> None:
         pad_compressed_id=int(compressed[checkpoint.config.engram_pad_token_id]),
         with_drafts=with_drafts,
         on_read=progress.add,
-        pack=_pack(spec),
+        pack=_pack(spec, paths),
     )
-    control.beat(lambda: _heartbeat(spec.rank, runner))
     # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
     core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
     trace.start(spec.rank, runner, core)
@@ -154,33 +105,97 @@ def run(spec: RankSpec, control: Control) -> None:
     memory = RankMemory(spec.rank, census(runner), before, process_memory())
     load_s = time.monotonic() - begin
     tables = runner.model.tables
+    pulse.runner = runner
     control.send(
         messages.Ready(
-            spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report, operators, memory
+            spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report, str(operators), memory
         )
     )
     if core is not None:
         _lead(core, tables, control)
         runner.stop()
     else:
-        control.exit_with_supervisor()
         while runner.follow():
             control.send(messages.EngramReads(spec.rank, tables.stats))
     runner.close()
 
 
-def _heartbeat(rank: int, runner: ModelRunner) -> messages.Heartbeat:
-    progress = runner.progress
-    return messages.Heartbeat(
-        rank=rank,
-        num_passes=progress.num_passes,
-        num_moves=progress.num_moves + runner.model.num_layers_run,
-        state=progress.state,
-        num_tokens=progress.num_tokens,
-        last_pass_age_s=progress.last_pass_age_s,
-        memory_bytes=resident_bytes(),
-        host_available_bytes=host_available_bytes(),
+def check_room(spec: RankSpec) -> None:
+    """Raise EngineError when this machine cannot give what the plan has this rank hold."""
+    available_bytes = host_available_bytes()
+    if spec.planned_bytes is None or available_bytes is None:
+        return
+    missing_bytes = spec.planned_bytes - resident_bytes() - available_bytes
+    if missing_bytes > 0:
+        raise EngineError(
+            f"its plan is {format_bytes(spec.planned_bytes)}, and its machine has "
+            f"{format_bytes(available_bytes)} available, {format_bytes(missing_bytes)} too few",
+            hint="end what else runs there, or plan for less: deskfleet plan",
+        )
+
+
+def _open_same(spec: RankSpec, paths: RankPaths) -> Checkpoint:
+    """Open the checkpoint. Raises CheckpointError for another one than the supervisor has."""
+    checkpoint = Checkpoint.open(Path(paths.checkpoint))
+    identity = checkpoint_identity(checkpoint)
+    if identity != spec.checkpoint_identity:
+        raise CheckpointError(
+            f"{paths.checkpoint} is not the checkpoint that the supervisor has: its identity is "
+            f"{identity[:16]}, the supervisor's {spec.checkpoint_identity[:16]}",
+            hint="copy the checkpoint anew, all files of it",
+        )
+    return checkpoint
+
+
+def _receipt(
+    spec: RankSpec, paths: RankPaths, plan: ShardPlan, compressed: np.ndarray, operators: ops.Selection
+) -> messages.Receipt:
+    source, rows, manifest = None, None, None
+    if plan.config.engram_layer_ids:
+        source = messages.PUBLISHED_SHARDS
+        if paths.engram_pack is not None:
+            source = paths.engram_pack
+            rows = read_manifest(Path(source)).identity.sha256.hex()
+            manifest = hashlib.sha256((Path(source) / MANIFEST_NAME).read_bytes()).hexdigest()
+    return messages.Receipt(
+        rank=spec.rank,
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        deskfleet=__version__,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        checkpoint=spec.checkpoint_identity,
+        shard_plan=plan_digest(plan),
+        token_map=token_map_digest(compressed),
+        operators_asked=operators.asked,
+        operators=operators.got,
+        operators_detail=operators.detail,
+        engram_source=source,
+        engram_rows=rows,
+        engram_manifest=manifest,
     )
+
+
+class _Pulse:
+    """What a rank's heartbeats say: that it loads, and once there is a `runner`, what that is at."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.runner: ModelRunner | None = None
+
+    def heartbeat(self) -> messages.Heartbeat:
+        runner = self.runner
+        progress = Progress() if runner is None else runner.progress
+        return messages.Heartbeat(
+            rank=self._rank,
+            num_passes=progress.num_passes,
+            num_moves=progress.num_moves + (0 if runner is None else runner.model.num_layers_run),
+            state="loading" if runner is None else progress.state,
+            num_tokens=progress.num_tokens,
+            last_pass_age_s=progress.last_pass_age_s,
+            memory_bytes=resident_bytes(),
+            host_available_bytes=host_available_bytes(),
+        )
 
 
 def _core(spec: RankSpec, checkpoint: Checkpoint, runner: ModelRunner, compressed: np.ndarray) -> EngineCore:
@@ -204,10 +219,10 @@ def _speculation(spec: RankSpec, checkpoint: Checkpoint) -> SpeculationOptions:
     return SpeculationOptions.parse(spec.speculation, checkpoint.config.dspark_block_size)
 
 
-def _pack(spec: RankSpec) -> PackedTables | None:
-    if spec.engram_pack is None:
+def _pack(spec: RankSpec, paths: RankPaths) -> PackedTables | None:
+    if paths.engram_pack is None:
         return None
-    return PackedTables(Path(spec.engram_pack), spec.engram_second_source)
+    return PackedTables(Path(paths.engram_pack), spec.engram_second_source)
 
 
 def _lead(core: EngineCore, tables: Tables, control: Control) -> None:
@@ -268,30 +283,37 @@ def _is_peer_loss(error: BaseException) -> bool:
     )
 
 
-def main(path: str) -> int:
-    """Run the rank described by the file at `path`; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's; it stops ranks in order
-    spec = msgspec.json.decode(Path(path).read_bytes(), type=RankSpec)
-    _die_with_parent(spec.parent_pid)
-    control = Control(spec.control_socket)
-    control.send(messages.Hello(spec.rank, os.getpid()))
+def serve(spec: RankSpec, paths: RankPaths, control: Control) -> messages.Failed | None:
+    """Run the rank to its end. What it failed with has been reported when this returns it."""
     try:
-        run(spec, control)
+        run(spec, paths, control)
     except DeskfleetError as error:
-        control.send(messages.Failed(spec.rank, error.message, is_peer_loss=False, hint=error.hint))
-        return DeskfleetError.exit_code
+        failed = messages.Failed(spec.rank, error.message, is_peer_loss=False, hint=error.hint)
     except EngramError as error:
-        control.send(messages.Failed(spec.rank, str(error), is_peer_loss=False))
-        return DeskfleetError.exit_code
+        failed = messages.Failed(spec.rank, str(error), is_peer_loss=False)
     except Exception as error:
         is_peer_loss = _is_peer_loss(error)
         # torch appends a stack to its messages; the sentence is in the first line, and the rest goes to the log.
-        sentence = f"{type(error).__name__}: {error}".splitlines()[0]
-        control.send(messages.Failed(spec.rank, sentence, is_peer_loss))
+        failed = messages.Failed(spec.rank, f"{type(error).__name__}: {error}".splitlines()[0], is_peer_loss)
         if not is_peer_loss:
-            raise
-        return DeskfleetError.exit_code
-    return 0
+            logger.exception("rank %d raised what nobody foresaw", spec.rank)
+    else:
+        return None
+    control.send_last(failed)
+    return failed
+
+
+def main(path: str) -> int:
+    """Run the rank described by the file at `path`; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's; it stops ranks in order
+    local = msgspec.json.decode(Path(path).read_bytes(), type=LocalRank)
+    _die_with_parent(local.parent_pid)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(local.control_socket)
+    control = Control(connection, Exit(local.spec.rank))
+    control.send(messages.Hello(local.spec.rank, os.getpid()))
+    failed = serve(local.spec, local.paths, control)
+    return 0 if failed is None else DeskfleetError.exit_code
 
 
 if __name__ == "__main__":
