@@ -135,6 +135,9 @@ class Feed:
 
     def _make(self) -> None:
         try:
+            if self._device.type == "cuda" and self._device.index is not None:
+                # A new thread is on the first device, and would pin memory with that.
+                torch.cuda.set_device(self._device)
             while not self._closing.is_set():
                 batch = collate(list(islice(self._rows, self._num_rows)))
                 self._queue.put(host_batch(batch, self._vision, pin=self._device.type == "cuda"))

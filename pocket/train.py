@@ -4,6 +4,9 @@ Owns the loop: which parameters learn from which losses, the clock, the log. A p
 leaves the compact state in DIR (and the whole one in --scratch); the same command again goes on from the newest of
 both, to the end of the last stage, which leaves the finished checkpoint in parts. `pocket.export` reads either. The log
 is DIR/log.jsonl, one object a line.
+
+With `--gpus N` it is N processes, each with a GPU and rows of its own, that learn from the mean of their gradients.
+Every decision follows from tokens and rank 0's clock, so all take the same; rank 0 alone evaluates, logs and saves.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from pocket.model.indexer import imitation_loss
 from pocket.model.numerics import Numerics, fuse_pointwise, not_fused
 from pocket.model.rows import Rows
 from pocket.optimiser import Optimiser, steer_router
+from pocket.ranks import ALONE, Ranks, Seat, joined, start
 from pocket.restore import models, pocket_tokenizer
 from pocket.sizes import POCKET, SMOKE, pocket_config
 from pocket.stages import PLANS, Phase, Stage, timed
@@ -48,6 +51,8 @@ _LOST_STEPS = 10  # at the beginning of a phase, whose time is mostly compilatio
 _HELD_OUT_ROWS, _HELD_OUT_TOKENS = 2, 1024  # rows of each task, and their length
 _COMPILING_S = 75.0  # with less than that left no phase is begun: its first steps would outlast the piece
 _SAVE_RESERVE_S = 20.0
+_RANK_SEED = 1_000_000_007  # more than the seeds of all pieces of a training are apart
+_MAX_WORKERS = 6  # of one rank
 _GIL_SWITCH_S = 1e-4  # the thread that makes batches must not hold up the one that starts kernels
 
 
@@ -79,15 +84,16 @@ class Options:
 
 
 class Trainer:
-    """A model, its optimiser and how far they came."""
+    """A model, its optimiser and how far they came; the same on every one of `ranks`."""
 
-    def __init__(self, options: Options) -> None:
-        self.options, self.stage = options, options.stage
+    def __init__(self, options: Options, ranks: Ranks = ALONE) -> None:
+        self.options, self.stage, self.ranks = options, options.stage, ranks
         self.device = torch.device(options.device)
         self.published = pocket_config(pocket_tokenizer(), options.sizes)
         self.config = ModelConfig.from_dict(self.published)
         self.progress = Progress(self.stage.name, 0, 0)
         self.steps_here = 0
+        ranks.wait()  # until rank 0 has saved the stage before
         state = None if options.fresh else load_newest([*options.resume, options.out, options.scratch])
         if state is not None:
             self._check(state)
@@ -96,8 +102,11 @@ class Trainer:
         self.backbone, self.drafter = backbone.to(self.device), drafter.to(self.device)
         self.optimiser = Optimiser(self._trained())
         self.fresh = not self._adopt_optimiser(state)
-        # Another piece must not see the same rows again.
+        ranks.agree({"step": self.progress.step, "tokens": self.progress.tokens, "fresh": self.fresh})
+        self.become_rank_0()
+        # Another piece must not see the same rows again, nor another rank.
         self.data_seed = options.seed + self.progress.step + 1_000_003 * _stage_number(self.stage)
+        self.data_seed += _RANK_SEED * ranks.rank
         self.generator = torch.Generator(self.device).manual_seed(self.data_seed)
 
     @property
@@ -143,6 +152,16 @@ class Trainer:
                     chosen[name] = parameter
         return chosen
 
+    def held(self) -> dict[str, Tensor]:
+        """Every parameter and load bias by name, where it is."""
+        held: dict[str, Tensor] = self.backbone.state_dict() | self.drafter.state_dict()
+        return held
+
+    def become_rank_0(self) -> None:
+        """Take parameters and the optimiser's state from rank 0."""
+        optimiser = self.optimiser
+        self.ranks.spread([*self.held().values(), *optimiser.first.values(), *optimiser.second.values()])
+
     def state(self, *, whole: bool) -> State:
         """What to save."""
         parameters = named_parameters_of(self.backbone) | named_parameters_of(self.drafter)
@@ -168,28 +187,38 @@ class Trainer:
         self.progress = replace(progress, seconds_s=spent_s, lost_s=lost_s)
 
     def step(self, batch: DeviceBatch, phase: Phase) -> dict[str, Tensor]:
-        """Learn from one batch; what is returned stays on the device."""
+        """Learn from one batch of each rank; what is returned stays on the device, and losses are this rank's."""
+        losses, loads = self.learn(batch, phase)
+        self.ranks.combine(self.optimiser.parameters, loads)
+        norm = self.update(loads)
+        tokens = self.progress.tokens + batch.num_tokens * self.ranks.world
+        self.progress = replace(self.progress, step=self.progress.step + 1, tokens=tokens)
+        text = torch.stack([load[0] for load in loads])
+        crowding = (text.amax(-1) / text.mean(-1).clamp_min(1)).mean()
+        return {name: value.detach() for name, value in losses.items()} | {"norm": norm, "crowding": crowding}
+
+    def learn(self, batch: DeviceBatch, phase: Phase) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Leave gradients of one batch; return losses, and how many tokens chose each expert of each gate."""
         numerics = Numerics(quantised=phase.quantised, exact=self.options.exact)
         if self.stage.trains == "drafter":
             losses, loads = self._draft_losses(batch, numerics)
-            gates = [stage.ffn.gate for stage in self.drafter.stages]
         else:
             losses, loads = self._losses(batch, numerics, phase)
-            gates = [block.ffn.gate for block in self.backbone.blocks]
         losses["loss"].backward()
+        return losses, loads
+
+    def update(self, loads: list[Tensor]) -> Tensor:
+        """Take one step along the gradients, against the loads; return the norm of the gradients."""
         rate = self.rate
         norm = self.optimiser.step(rate, max_norm=self.options.max_norm)
         if self.stage.trains != "tables":
+            owners = self.drafter.stages if self.stage.trains == "drafter" else self.backbone.blocks
+            gates = [owner.ffn.gate for owner in owners]
             steer_router(
                 [(gate.bias, gate.bias_vl) for gate in gates], loads, _STEER_RATE * rate / self.stage.rate
             )
         self.steps_here += 1
-        self.progress = replace(
-            self.progress, step=self.progress.step + 1, tokens=self.progress.tokens + batch.num_tokens
-        )
-        text = torch.stack([load[0] for load in loads])
-        crowding = (text.amax(-1) / text.mean(-1).clamp_min(1)).mean()
-        return {name: value.detach() for name, value in losses.items()} | {"norm": norm, "crowding": crowding}
+        return norm
 
     def _begin(
         self, batch: DeviceBatch, numerics: Numerics, *, attend_all: bool = False, sample: bool = False
@@ -275,14 +304,17 @@ class Trainer:
 
 
 class Log:
-    """One JSON object a line, in a file and on the screen."""
+    """One JSON object a line, in a file and on the screen; nowhere without a path."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
 
     def write(self, **values: object) -> None:
         """Append one line."""
+        if self._path is None:
+            return
         line = json.dumps(
             {name: round(value, 5) if isinstance(value, float) else value for name, value in values.items()}
         )
@@ -291,11 +323,11 @@ class Log:
         print(line, flush=True)
 
 
-def train(options: Options) -> Trainer:
-    """Train until the stage or the time is over; save; return the trainer."""
-    deadline = time.monotonic() + options.minutes * 60 - min(_SAVE_RESERVE_S, options.minutes * 6)
-    log = Log(options.out / "log.jsonl")
-    trainer = Trainer(options)
+def train(options: Options, ranks: Ranks = ALONE) -> Trainer:
+    """Train until the stage or the time is over; save; return the trainer. Every rank calls it."""
+    deadline = ranks.now_s() + options.minutes * 60 - min(_SAVE_RESERVE_S, options.minutes * 6)
+    log = Log(options.out / "log.jsonl" if ranks.is_first else None)
+    trainer = Trainer(options, ranks)
     stage = trainer.stage
     log.write(
         event="begin",
@@ -308,11 +340,12 @@ def train(options: Options) -> Trainer:
         data_seed=trainer.data_seed,
         fresh=trainer.fresh,
         device=str(options.device),
+        gpus=ranks.world,
     )
-    held_out = _held_out(options, trainer)
+    held_out = _held_out(options, trainer) if ranks.is_first else None
     next_evaluation, evaluated = math.floor(trainer.share * options.evaluations) + 1, -1
-    saved = time.monotonic()
-    while trainer.share < 1 and time.monotonic() < deadline - (_COMPILING_S if options.compiled else 0):
+    saved = ranks.now_s()
+    while trainer.share < 1 and ranks.now_s() < deadline - (_COMPILING_S if options.compiled else 0):
         phase = stage.phase_at(trainer.share)
         log.write(event="phase", **asdict(phase))
         for metrics, tokens_per_s in _run_phase(trainer, phase, deadline):
@@ -328,35 +361,47 @@ def train(options: Options) -> Trainer:
             if held_out is not None and trainer.share * options.evaluations >= next_evaluation:
                 _log_held_out(log, trainer, phase, *held_out)
                 next_evaluation, evaluated = next_evaluation + 1, progress.step
-            if time.monotonic() - saved > options.save_every_s:
-                save_whole(trainer.state(whole=True), options.scratch)
-                saved = time.monotonic()
+            if ranks.now_s() - saved > options.save_every_s:
+                _save_whole(trainer, log)
+                saved = ranks.now_s()
     if held_out is not None and evaluated != trainer.progress.step:
         _log_held_out(log, trainer, stage.phase_at(trainer.share), *held_out)
-    save_whole(trainer.state(whole=True), options.scratch)
-    if trainer.share >= 1 and stage.name == STAGES[-1]:
-        size = sum(path.stat().st_size for path in write_parts(trainer.state(whole=False), options.out))
-    else:
-        size = save_compact(trainer.state(whole=False), options.out)
-    log.write(event="saved", **asdict(trainer.progress), bytes=size)
+    _save_whole(trainer, log)
+    if ranks.is_first:
+        if trainer.share >= 1 and stage.name == STAGES[-1]:
+            size = sum(path.stat().st_size for path in write_parts(trainer.state(whole=False), options.out))
+        else:
+            size = save_compact(trainer.state(whole=False), options.out)
+        log.write(event="saved", **asdict(trainer.progress), bytes=size)
     return trainer
 
 
-def train_all(options: Options, stages: Sequence[Stage]) -> bool:
+def _save_whole(trainer: Trainer, log: Log) -> None:
+    """Save what all ranks hold. Where that is not the same to the bit, the log says so and rank 0's goes on."""
+    try:
+        trainer.ranks.agree(trainer.held())
+    except RuntimeError as error:
+        log.write(event="ranks differ", error=str(error))
+        trainer.become_rank_0()
+    if trainer.ranks.is_first:
+        save_whole(trainer.state(whole=True), trainer.options.scratch)
+
+
+def train_all(options: Options, stages: Sequence[Stage], ranks: Ranks = ALONE) -> bool:
     """Train `stages` one after the other, from where the newest state is, until the time is over.
 
-    Returns whether the last one is done.
+    Returns whether the last one is done. Every rank calls it.
     """
-    deadline = time.monotonic() + options.minutes * 60
+    deadline = ranks.now_s() + options.minutes * 60
     newest = None if options.fresh else load_newest([*options.resume, options.out, options.scratch])
     first = 0 if newest is None else STAGES.index(newest.progress.stage)
     for stage in stages:
         if STAGES.index(stage.name) < first:
             continue
-        minutes = (deadline - time.monotonic()) / 60
+        minutes = (deadline - ranks.now_s()) / 60
         if minutes * 60 < min(_SAVE_RESERVE_S, options.minutes * 6):
             return False
-        trainer = train(replace(options, stage=stage, minutes=minutes))
+        trainer = train(replace(options, stage=stage, minutes=minutes), ranks)
         options = replace(options, fresh=False, resume=())
         if trainer.share < 1:
             return False
@@ -375,7 +420,7 @@ def _log_held_out(log: Log, trainer: Trainer, phase: Phase, tasks: list[str], ba
 
 def _run_phase(trainer: Trainer, phase: Phase, deadline: float) -> Iterator[tuple[dict[str, float], float]]:
     """Steps until the phase, the stage or the time is over; yields means of metrics and tokens/s every few steps."""
-    options, stage = trainer.options, trainer.stage
+    options, stage, ranks = trainer.options, trainer.stage, trainer.ranks
     num_rows = max((options.batch_tokens or stage.batch_tokens) // phase.seq_len, 1)
     feed = Feed(
         trainer.data_seed + trainer.progress.step,
@@ -389,15 +434,15 @@ def _run_phase(trainer: Trainer, phase: Phase, deadline: float) -> Iterator[tupl
     )
     with feed:
         pending: list[dict[str, Tensor]] = []
-        begin = counted = time.monotonic()
+        begin = counted = ranks.now_s()
         tokens = 0
         for number, batch in enumerate(feed):
             pending.append(trainer.step(batch, phase))
-            tokens += batch.num_tokens
+            tokens += batch.num_tokens * ranks.world
             lost = number < _LOST_STEPS and options.compiled
             if lost:
                 pending[-1]["loss"].item()  # waits for the device
-            now = time.monotonic()
+            now = ranks.now_s()
             trainer.spend(now - counted, lost=lost)
             counted = now
             over = trainer.share >= 1 or stage.phase_at(trainer.share) != phase or now > deadline
@@ -406,11 +451,11 @@ def _run_phase(trainer: Trainer, phase: Phase, deadline: float) -> Iterator[tupl
                 table = torch.stack([torch.stack([step[name].float() for name in names]) for step in pending])
                 means = dict(zip(names, table.nanmean(0).tolist(), strict=True))  # waits for the device
                 means["bad_steps"] = float((~table.isfinite().all(1)).sum())
-                now = time.monotonic()
+                now = ranks.now_s()
                 trainer.spend(now - counted, lost=False)
                 yield means, tokens / (now - begin)
                 pending, tokens = [], 0
-                begin = counted = time.monotonic()
+                begin = counted = ranks.now_s()
                 trainer.spend(counted - now, lost=True)  # evaluating and saving
             if over:
                 return
@@ -477,8 +522,21 @@ def smoke_options(out: Path, minutes: float, *, stage: str = "base") -> Options:
     )
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Options, tuple[Stage, ...]]:
-    """Read the command line: one piece, and the stages that are to be trained."""
+@dataclass(frozen=True)
+class Command:
+    """One piece of training, the stages that are to be trained, and on how many GPUs.
+
+    `seat` is the place of this process among those that the command started, None in the command itself.
+    """
+
+    options: Options
+    stages: tuple[Stage, ...]
+    gpus: int
+    seat: Seat | None
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m pocket.train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="state and log; what a piece returns")
     parser.add_argument("--stage", choices=list(PLANS), default="base")
@@ -494,12 +552,20 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, tuple[Stage, ...
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--mixture", help="a name, or shares of tasks as JSON")
     parser.add_argument("--batch-tokens", type=int, help="of one step [default: the stage's]")
-    parser.add_argument("--workers", type=int, default=min(4, max((os.cpu_count() or 2) - 2, 0)))
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="of this host, each with its own rows"
+    )
+    parser.add_argument("--seat", help=argparse.SUPPRESS)  # in each of the processes that --gpus starts
+    parser.add_argument("--workers", type=int, help="processes that make rows, for each GPU")
     parser.add_argument(
         "--repeat", type=int, default=1, help="how often each row is used, if rows come too slowly"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="with --gpus cuda, or cpu to try it without",
+    )
     parser.add_argument(
         "--exact", action="store_true", help="attention scores in float32, as the engine has them"
     )
@@ -515,15 +581,27 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, tuple[Stage, ...
         parser.error("--tokens, --rate and --mixture are of one stage; leave out --all")
     if given.all and given.minutes is None:
         parser.error("--all needs --minutes")
+    device = "cpu" if given.smoke else given.device
+    if given.gpus < 1 or (given.gpus > 1 and device not in ("cuda", "cpu")):
+        parser.error("--gpus takes the first N, with --device cuda or cpu")
+    if device == "cuda" and given.gpus > torch.cuda.device_count():
+        parser.error(f"--gpus {given.gpus}, and there are {torch.cuda.device_count()}")
+    seat = None if given.seat is None else Seat.of(given.seat, given.gpus)
+    if seat is not None and device == "cuda":
+        device = f"cuda:{seat.rank}"
+    workers = given.workers
+    if workers is None:
+        workers = min(_MAX_WORKERS, max((os.cpu_count() or 2) // given.gpus - 2, 0))
     if given.all:
         stages = timed(given.minutes)
     else:
         minutes = None if given.tokens is not None else given.minutes
         stages = (replace(PLANS[given.stage], minutes=minutes, **changes),)
     if given.smoke:
-        stages = tuple(smoke_stage(stage) for stage in stages)
+        stages = tuple(replace(smoke_stage(stage), **changes) for stage in stages)
         piece = min(given.piece, given.minutes or 1.0, 1.0)
-        return replace(smoke_options(given.out, piece), stage=stages[0]), stages
+        options = replace(smoke_options(given.out, piece), stage=stages[0])
+        return Command(options, stages, given.gpus, seat)
     options = Options(
         stage=stages[0],
         out=given.out,
@@ -532,32 +610,58 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, tuple[Stage, ...
         exact=given.exact,
         minutes=given.piece,
         batch_tokens=given.batch_tokens,
-        num_workers=given.workers,
+        num_workers=workers,
         seed=given.seed,
         resume=tuple(given.resume),
-        device=given.device,
+        device=device,
         repeat=given.repeat,
         compiled=given.compile,
     )
-    return options, stages
+    return Command(options, stages, given.gpus, seat)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train one piece."""
-    options, stages = parse(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    command = parse(given)
+    if command.seat is not None:
+        with joined(command.seat, torch.device(command.options.device)) as ranks:
+            _train_piece(command, ranks)
+    elif command.gpus > 1:
+        start(command.gpus, [sys.executable, "-m", "pocket.train", *given])
+    else:
+        _train_piece(command, ALONE)
+
+
+def _train_piece(command: Command, ranks: Ranks) -> None:
+    """Train in this process, as one of `ranks`."""
+    options = command.options
     # Products of bf16 values are exact in TF32.
     torch.set_float32_matmul_precision("high")
     if options.device != "cpu":
         torch.set_num_threads(2)  # the other cores make rows
         sys.setswitchinterval(_GIL_SWITCH_S)
+    elif ranks.world > 1:
+        torch.set_num_threads(max((os.cpu_count() or 1) // ranks.world, 1))
     if options.compiled:
         fuse_pointwise()
-    is_done = train_all(options, stages)
-    print("done" if is_done else "to be continued: run the same command again", flush=True)
+    is_done = train_all(options, command.stages, ranks)
+    if ranks.is_first:
+        print("done" if is_done else "to be continued: run the same command again", flush=True)
 
 
 if __name__ == "__main__":
     main()
 
 
-__all__ = ["Options", "Trainer", "main", "parse", "smoke_options", "smoke_stage", "train", "train_all"]
+__all__ = [
+    "Command",
+    "Options",
+    "Trainer",
+    "main",
+    "parse",
+    "smoke_options",
+    "smoke_stage",
+    "train",
+    "train_all",
+]

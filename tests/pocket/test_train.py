@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from deskfleet.model.checkpoint import Checkpoint
+from pocket.batch import collate
+from pocket.data.stream import rows
 from pocket.export import main as export_main
 from pocket.export import write_parts
+from pocket.feed import DeviceBatch, host_batch
 from pocket.load import parameters_of
 from pocket.model.draft import make_model
 from pocket.optimiser import Optimiser, is_muon, orthogonalise, pace, steer_router
+from pocket.ranks import ALONE, Ranks, Seat, joined, start
 from pocket.stages import PLANS, Phase, timed
 from pocket.state import (
     MAX_FILE_BYTES,
@@ -28,6 +40,8 @@ from pocket.state import (
 )
 from pocket.train import Options, Trainer, main, smoke_options, train
 from tests.pocket.fixtures_model import config, token_map
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -275,3 +289,127 @@ def test_router_biases_move_against_the_load() -> None:
     steer_router([(bias, bias_vl)], [torch.tensor([[5.0, 1.0, 3.0], [0.0, 0.0, 0.0]])], 0.1)
     assert torch.allclose(bias, torch.tensor([-0.1, 0.1, 0.0]))
     assert torch.equal(bias_vl, torch.zeros(3))
+
+
+def ready(out: Path, ranks: Ranks) -> Trainer:
+    """In the middle of a stage, where the learning rate is not zero."""
+    trainer = Trainer(options(out, tokens=10_240), ranks)
+    trainer.progress = replace(trainer.progress, tokens=5_120)
+    return trainer
+
+
+def half(trainer: Trainer, rank: int) -> DeviceBatch:
+    """Rank 0 has text alone, so that its vision tower has no gradient."""
+    stream = rows(3, 256, {("count", "vision drill")[rank]: 1.0})
+    trainer.generator.manual_seed(rank)
+    return host_batch(collate(list(islice(stream, 1))), trainer.config.vision, pin=False)
+
+
+def step_of_one_rank() -> None:
+    """What each process of the test below does: DIRECTORY --seat SEAT."""
+    directory, _, seat = sys.argv[1:]
+    torch.set_num_threads(1)
+    with joined(Seat.of(seat, 2), torch.device("cpu")) as ranks:
+        trainer = ready(Path(directory), ranks)
+        trainer.step(half(trainer, ranks.rank), Phase(1.0, 256))
+        trainer.ranks.agree(trainer.held())
+        torch.save(trainer.held(), Path(directory) / f"rank-{ranks.rank}.pt")
+        with torch.no_grad():
+            trainer.held()["norm.weight"][0] += 1e-6 * ranks.rank
+        with pytest.raises(RuntimeError, match=r"0 and 1 disagree on 1 of .* first on norm\.weight"):
+            trainer.ranks.agree(trainer.held())
+
+
+def test_two_ranks_learn_what_one_learns_from_the_mean_of_their_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    program = "from tests.pocket.test_train import step_of_one_rank; step_of_one_rank()"
+    start(2, [sys.executable, "-c", program, str(tmp_path)])
+    one, phase = ready(tmp_path, ALONE), Phase(1.0, 256)
+    before = {name: value.clone() for name, value in one.held().items()}
+    parameters = one.optimiser.parameters
+    _, loads = one.learn(half(one, 0), phase)
+    missing = {name for name, value in parameters.items() if value.grad is None}
+    _, more = one.learn(half(one, 1), phase)
+    appeared = {name for name in missing if parameters[name].grad is not None}
+    assert any(name.startswith("vision.") for name in appeared)
+    for value in parameters.values():
+        if value.grad is not None:
+            value.grad /= 2
+    one.update([a + b for a, b in zip(loads, more, strict=True)])
+    found = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+    for name, value in one.held().items():
+        assert torch.equal(found[0][name], found[1][name]), name
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-6, msg=name)
+    changed = {name for name, value in before.items() if not torch.equal(found[0][name], value)}
+    assert appeared <= changed
+    assert any(name.endswith(".gate.bias") for name in changed)
+
+
+def command(out: Path, arguments: Sequence[str]) -> list[str]:
+    fixed = ["--smoke", "--gpus", "2", "--device", "cpu", "--out", str(out)]
+    return [sys.executable, "-m", "pocket.train", *fixed, *arguments]
+
+
+def test_two_ranks_stop_go_on_and_finish(tmp_path: Path) -> None:
+    """Were parameters not the same on both at every save, the command would fail."""
+
+    def piece(said: str, *arguments: str) -> dict[str, Any]:
+        ended = subprocess.run(
+            command(tmp_path, arguments), cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.splitlines()[-1].startswith(said)
+        assert ended.stdout.count('"begin"') == ended.stdout.count(said) == 1
+        saved: dict[str, Any] = log_of(tmp_path)[-1]
+        return saved
+
+    first = piece("to be continued", "--piece", "0.08")
+    assert first["tokens"] == 2 * 1024 * first["step"] > 0
+    last = piece("done", "--tokens", str(first["tokens"] + 2048))
+    assert last["step"] == first["step"] + 1
+    begins = [line for line in log_of(tmp_path) if line.get("event") == "begin"]
+    assert [(line["gpus"], line["step"], line["fresh"]) for line in begins] == [
+        (2, 0, False),
+        (2, first["step"], False),
+    ]
+    export_main(tmp_path, tmp_path / "checkpoint")
+    assert Checkpoint.open(tmp_path / "checkpoint").config.num_hidden_layers == 8
+
+
+@pytest.mark.slow
+def test_two_ranks_train_every_stage(tmp_path: Path) -> None:
+    arguments = command(tmp_path, ["--all", "--minutes", "0.2"])
+    for _ in range(6):
+        ended = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        if ended.stdout.endswith("\ndone\n"):
+            break
+    begins = [line["stage"] for line in log_of(tmp_path) if line.get("event") == "begin"]
+    assert begins == sorted(begins, key=STAGES.index)
+    assert set(begins) == set(STAGES)
+    export_main(tmp_path, tmp_path / "checkpoint")
+    assert Checkpoint.open(tmp_path / "checkpoint").config.num_hidden_layers == 8
+
+
+@pytest.mark.parametrize("victim", ["rank", pytest.param("command", marks=pytest.mark.slow)])
+def test_when_one_process_dies_all_end(tmp_path: Path, victim: str) -> None:
+    arguments = command(tmp_path, ["--stage", "book", "--minutes", "1"])
+    with subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any('"phase"' in line for line in process.stdout)  # both train
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        (ranks[1] if victim == "rank" else process).send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        process.wait(20)
+        gone, left = psutil.wait_procs(ranks, timeout=20)
+        assert len(gone) == 2, left
+        assert time.monotonic() - killed_at < 20
+        if victim == "rank":
+            assert process.returncode == 1
+            assert "rank 1 was ended by SIGKILL" in process.stderr.read()
