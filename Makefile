@@ -11,12 +11,13 @@ JOBS   ?= 2
 # One file, one worker: what a module shares (a running server, an engine) starts once.
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile
 
-.PHONY: help setup serve test test-slow check fix docs bench clean
+.PHONY: help setup serve test test-slow test-fleet check fix docs bench clean
 
 help:
 	@echo 'make setup   make .venv with everything installed'
 	@echo 'make serve   two ranks, one question answered, then up until Ctrl-C (PORT=8000)'
 	@echo 'make test    the tests, without those that take minutes (make test-slow has all)'
+	@echo 'make test-fleet  whole fleets on this machine: Linux, as root, with Docker (installed where apt-get is)'
 	@echo 'make check   lint, types, layers, generated pages, changelog'
 	@echo 'make fix     format, fix what can be fixed, regenerate docs/reference'
 	@echo 'make bench   measure the engine and the row store into bench/results'
@@ -30,10 +31,14 @@ serve: setup
 	@exec $(BIN)/deskfleet demo pocket --tp 2 --port $(PORT)
 
 test: setup
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not fleet'
 
 test-slow: setup
-	$(PYTEST)
+	$(PYTEST) -m 'not fleet'
+
+test-fleet: setup
+	@tools/fleet_bed.sh
+	$(PYTEST) -m fleet tests/fleet
 
 check: setup
 	$(BIN)/ruff check

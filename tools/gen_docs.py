@@ -4,10 +4,10 @@
 
 cli.md is what each verb's --help prints, environment.md the registry in deskfleet.env, errors.md the tree in
 deskfleet.errors, chat-completions.md, responses.md, messages.md and completions.md the tables of the protocols,
-thinking.md that of deskfleet.gateway.thinking, benchmarks.md and engram-reader.md (with
-its picture) the files in bench/results, metrics.md the catalogue in deskfleet.gateway.metric_names, planner.md the text
-and figures of deskfleet.planner.evidence. ARCHITECTURE.md carries the tree of modules, each with the first sentence of
-its docstring. Nothing of this is written by hand.
+thinking.md that of deskfleet.gateway.thinking, fleet-file.md the keys in deskfleet.planner.fleetfile, benchmarks.md and
+engram-reader.md (with its picture) the files in bench/results, metrics.md the catalogue in
+deskfleet.gateway.metric_names, planner.md the text and figures of deskfleet.planner.evidence. ARCHITECTURE.md carries
+the tree of modules, each with the first sentence of its docstring. Nothing of this is written by hand.
 """
 
 from __future__ import annotations
@@ -23,21 +23,28 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
 from deskfleet import env, errors
 from deskfleet.bench.engram import is_reader_result, latest, render_page, render_plot
 from deskfleet.bench.report import render_report
 from deskfleet.cli.app import VERBS, main
+from deskfleet.cli.fleet import present_verbs
 from deskfleet.errors import DeskfleetError
+from deskfleet.fleet.initial import Draft, fleet_text, parse_node
 from deskfleet.gates import reference as gates_reference
 from deskfleet.gateway import fields, metric_names, thinking
 from deskfleet.gateway import policy_reference as policies
 from deskfleet.gateway.protocols import chat_fields, completions, messages_fields, responses_fields
 from deskfleet.gateway.recent import OUTCOMES
+from deskfleet.planner import fleetfile
 from deskfleet.planner.evidence import page as planner_evidence
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +63,8 @@ COMMANDS = (
     ("bench", "published"),
     ("bench", "serve"),
     ("bench", "speculation"),
+    *(("fleet", verb) for verb in present_verbs()),
+    ("fleet", "config", "show"),
     ("keys", "list"),
     ("keys", "new"),
     ("keys", "revoke"),
@@ -241,6 +250,52 @@ def policies_page() -> str:
     return "\n".join(["# Policies\n", NOTICE, policies.render_body()])
 
 
+def fleet_file_page() -> str:
+    """Return every key of a fleet.toml, table by table, with a file to begin with."""
+    tables: tuple[tuple[str, type[BaseModel]], ...] = (
+        ("At the top", fleetfile.FleetTable),
+        ("[[nodes]]", fleetfile.NodeTable),
+        ("[paths], [nodes.paths]", fleetfile.PathsTable),
+        ("[checkpoint]", fleetfile.CheckpointTable),
+        ("[engine]", fleetfile.EngineTable),
+        ("[wishes]", fleetfile.WishesTable),
+        ("[gateway]", fleetfile.GatewayTable),
+    )
+    parts = [
+        "# fleet.toml\n",
+        NOTICE,
+        "Read strictly: an unknown key, or a value that cannot be, is an error with its line and the nearest key.\n"
+        "`--set KEY=VALUE` of the verbs of `deskfleet fleet` puts a value in place of the file's, with keys as\n"
+        "`deskfleet fleet config show --effective` spells them. `deskfleet plan --fleet` reads the same file, and\n"
+        "needs nothing but `name` and `kind` of each node.\n",
+        "A secret never stands in the file. `[secrets]` says where it is; `${secret:NAME}` in a value of\n"
+        "`[engine] env` is replaced when ranks are started, and is not shown, logged or kept. The file of one must be\n"
+        "readable by its owner only, and hold one line.\n",
+        "`deskfleet fleet init` writes such a file:\n",
+        f"```toml\n{fleet_text(_example())}```\n",
+    ]
+    for title, table in tables:
+        rows = [
+            f"| `{name}` | {field.description}{_default(field)} |"
+            for name, field in table.model_fields.items()
+        ]
+        parts += [f"## {title}\n", f"{_first_line(table)}\n", "| key | meaning |\n|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def _example() -> Draft:
+    nodes = tuple(map(parse_node, ("local", "spark-2", "me@spark-3:2222")))
+    return Draft("desk", (replace(nodes[0], fabric=("192.168.100.1",)), *nodes[1:]), profile="max-context")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return " Required."
+    if field.default is None or field.default_factory is not None or "[default" in (field.description or ""):
+        return ""
+    return f" [default: {str(field.default).lower()}]"
+
+
 def gates_page() -> str:
     """Return every gate, and how to read a verdict."""
     return "\n".join([gates_reference.TITLE, NOTICE, gates_reference.render_body()])
@@ -307,6 +362,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "environment.md": environment_page,
     REFERENCE / "errors.md": errors_page,
     REFERENCE / "benchmarks.md": benchmarks_page,
+    REFERENCE / "fleet-file.md": fleet_file_page,
     REFERENCE / "gates.md": gates_page,
     REFERENCE / "engram-reader.md": engram_reader_page,
     REFERENCE / "engram-reader.svg": engram_reader_plot,

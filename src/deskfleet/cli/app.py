@@ -27,6 +27,7 @@ VERBS = {
     "serve": "Serve a checkpoint on an OpenAI-compatible endpoint.",
     "keys": "Make, list and revoke the keys of a server.",
     "gateway": "Serve what vLLM or SGLang servers run already.",
+    "rank": "Be one rank of the engine, for a supervisor elsewhere.",
     "chat": "Talk to a checkpoint or to a running server.",
     "inspect": "Say what a checkpoint or a pack holds, and what is wrong.",
     "plan": "Say what fits on which machines, before anything starts.",
@@ -42,8 +43,12 @@ VERBS = {
     "profile": "Say where the time of a step went, rank by rank.",
     "diagnose": "Say why a server is garbled, slow, hanging or out of memory.",
     "facts": "Say what an engine was asked for, and what it granted.",
+    "fleet": "Run a model across machines, from addresses to one endpoint.",
 }
 """Each verb and its line in `deskfleet --help`, the first line of its own help."""
+
+PACKAGES = ("fleet",)
+"""Verbs with verbs of their own in modules of their own, of which again only the one that is used is imported."""
 
 CONTEXT = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
 
@@ -106,7 +111,10 @@ def _build(words: Sequence[str]) -> typer.Typer:
     for verb, summary in VERBS.items():
         if verb == wanted:
             module = importlib.import_module(f"deskfleet.cli.{verb.replace('-', '_')}")
-            module.register(app)
+            if verb in PACKAGES:
+                module.register(app, words)
+            else:
+                module.register(app)
         else:
             app.command(verb, help=summary)(_not_loaded)
     return app

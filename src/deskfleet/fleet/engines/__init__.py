@@ -1,0 +1,1 @@
+"""How each engine is launched over nodes: one module per engine behind `contract.EngineLauncher`."""

@@ -1,0 +1,22 @@
+"""The lane of whole fleets: tests marked `fleet` need root on Linux, and run with `make test-fleet` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from bed import Bed, bed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the lane's mark known."""
+    config.addinivalue_line(
+        "markers", "fleet: a fleet of namespaces with sshd and Docker; as root (make test-fleet)"
+    )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Bed]:
+    """Two plain nodes and a desk, shared by a module: a test mends what it broke."""
+    with bed(2) as made:
+        yield made
