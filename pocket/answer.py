@@ -1,9 +1,10 @@
 """Asks the training model what `deskfleet eval` asks a server, with and without its quantisation.
 
-    python -m pocket.answer STATE --out FILE.json          # on a GPU, in a minute or two
+    python -m pocket.answer STATE --guess pocket/checkpoint --out FILE.json
     python -m pocket.answer --compare FILE.json EVAL.json  # beside `deskfleet eval --json` of the exported checkpoint
 
-STATE is a directory of `pocket.train` (the unrounded parameters) or a checkpoint. Owns which parameters answer, and the
+STATE is a directory of `pocket.train` (the unrounded parameters) or a checkpoint. `--guess` lets the engine answer
+first, with a checkpoint like it, so that few texts are computed token by token. Owns which parameters answer, and the
 comparison. The questions, the judgement and the shape of the report are those of `deskfleet.evaluation`.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskfleet.endpoint import SamplingParams
 from deskfleet.evaluation.questions import NEEDLE_TOKENS, TASKS, Question
 from deskfleet.evaluation.report import Effort, Outcome, Report, TaskRun, effort_name
 from deskfleet.evaluation.run import EvalSettings, as_values, what_is_asked
 from deskfleet.model.checkpoint import CONFIG_NAME, Checkpoint
+from deskfleet.model.config import ModelConfig
 from pocket.data.ask import as_example, as_reply
-from pocket.data.render import Renderer
+from pocket.data.render import Document, Renderer
 from pocket.data.stream import VISION
 from pocket.export import export, named_parameters_of
 from pocket.generate import answer_all
@@ -52,35 +55,67 @@ SETTINGS = EvalSettings(
 """What is asked when nobody says otherwise: as much as an H200 should answer in a minute a way."""
 
 
+@dataclass(frozen=True)
+class Exam:
+    """What is asked: questions with their efforts, prompts, and how long answers may be."""
+
+    asked: Sequence[tuple[Question, Effort]]
+    prompts: Sequence[Document]
+    limits: Sequence[int]
+
+    @classmethod
+    def of(cls, settings: EvalSettings, max_model_len: int) -> Exam:
+        """Raises ConfigError when the settings leave nothing to ask."""
+        renderer = Renderer(load_tokenizer(), VISION)
+        asked = [
+            (question, effort) for (_, effort), batch in what_is_asked(settings).items() for question in batch
+        ]
+        prompts = [renderer.question(as_example(question, effort)) for question, effort in asked]
+        limits = [
+            max(1, min(settings.max_tokens or question.max_tokens, max_model_len - len(prompt)))
+            for (question, _), prompt in zip(asked, prompts, strict=True)
+        ]
+        return cls(asked, prompts, limits)
+
+    def guesses(self, checkpoint: Path) -> list[tuple[int, ...]]:
+        """What the engine answers with a checkpoint; nothing where a prompt has pictures."""
+        from deskfleet.engine.llm import LLM
+
+        plain = [number for number, prompt in enumerate(self.prompts) if not prompt.images]
+        sampling = [SamplingParams(temperature=0, max_tokens=self.limits[number]) for number in plain]
+        found: list[tuple[int, ...]] = [()] * len(self.prompts)
+        with LLM(checkpoint) as llm:
+            completions = llm.generate(
+                [self.prompts[number].token_ids.tolist() for number in plain], sampling
+            )
+        for number, completion in zip(plain, completions, strict=True):
+            found[number] = completion.token_ids
+        return found
+
+
 def examine(
-    model: Backbone, settings: EvalSettings, numerics: Numerics, *, batch_tokens: int, name: str
+    model: Backbone,
+    exam: Exam,
+    settings: EvalSettings,
+    numerics: Numerics,
+    *,
+    batch_tokens: int,
+    name: str,
+    guesses: Sequence[Sequence[int]] | None = None,
 ) -> Report:
-    """Ask the model and judge its answers. Raises ConfigError when the settings leave nothing to ask."""
-    renderer = Renderer(load_tokenizer(), VISION)
-    asked = what_is_asked(settings)
-    flat = [(question, effort) for (_, effort), batch in asked.items() for question in batch]
-    prompts = [renderer.question(as_example(question, effort)) for question, effort in flat]
-    limits = [
-        _limit(question, settings, len(prompt), model)
-        for (question, _), prompt in zip(flat, prompts, strict=True)
-    ]
+    """Ask the model and judge its answers."""
     begin = time.monotonic()
-    said = answer_all(model, prompts, limits, numerics, batch_tokens=batch_tokens)
+    said = answer_all(model, exam.prompts, exam.limits, numerics, batch_tokens=batch_tokens, guesses=guesses)
     seconds_s = time.monotonic() - begin
     outcomes = [
         Outcome(question, effort, as_reply(ids, thinking=effort is not None, seconds_s=seconds_s))
-        for (question, effort), ids in zip(flat, said, strict=True)
+        for (question, effort), ids in zip(exam.asked, said, strict=True)
     ]
     runs = tuple(
         TaskRun(task, tuple(each for each in outcomes if each.question.task == task), seconds_s, None)
         for task in settings.tasks
     )
     return Report("", name, as_values(settings), tuple(run for run in runs if run.outcomes))
-
-
-def _limit(question: Question, settings: EvalSettings, prompt_length: int, model: Backbone) -> int:
-    longest = model.config.max_position_embeddings - prompt_length
-    return max(1, min(settings.max_tokens or question.max_tokens, longest))
 
 
 @dataclass(frozen=True)
@@ -153,6 +188,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--efforts", default=",".join(map(effort_name, SETTINGS.efforts)))
     parser.add_argument("--n", type=int, default=SETTINGS.num_questions)
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument(
+        "--guess", type=Path, metavar="CHECKPOINT", help="let the engine answer with it first"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-tokens", type=int, help="of one forward pass")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="FILE", help="files of reports")
@@ -176,11 +214,15 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)  # threads that wait for a busy core cost more than they bring
     batch_tokens = given.batch_tokens or (131_072 if device.type == "cuda" else 4_096)
     loaded = load(given.state)
+    exam = Exam.of(settings, ModelConfig.from_dict(dict(loaded.published)).max_position_embeddings)
+    guesses = None if given.guess is None else exam.guesses(given.guess)
     ways: dict[str, Any] = {}
     for way in given.ways.split(","):
         begin = time.monotonic()
         model = loaded.backbone(way, device)
-        report = examine(model, settings, WAYS[way], batch_tokens=batch_tokens, name=loaded.name)
+        report = examine(
+            model, exam, settings, WAYS[way], batch_tokens=batch_tokens, name=loaded.name, guesses=guesses
+        )
         ways[way] = report.to_dict()
         print(f"{way}: {time.monotonic() - begin:.1f} s, {ways[way]['rates']}", flush=True)
     text = json.dumps(

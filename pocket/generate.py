@@ -1,6 +1,7 @@
 """Greedy generation with the training model: the whole text is computed again for every token, many texts at a time.
 
-Owns how texts are put together and left when they end. Slow for each text, and nothing of the engine is in it.
+Owns how texts are put together and left when they end. Slow for each text, and nothing of the engine is in it. Guesses
+make it fast and change nothing: of a guessed answer as much is kept as the model would have said, for one computation.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _Asked:
     number: int
     prompt: Document
     max_tokens: int
+    guess: Sequence[int]
 
 
 def answer_all(
@@ -37,12 +39,15 @@ def answer_all(
     numerics: Numerics,
     *,
     batch_tokens: int,
+    guesses: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Greedy continuations of the prompts, each up to its end or its most tokens, in their order.
 
-    `batch_tokens` bounds the tokens of one forward pass, padding included, unless a single prompt is longer.
+    `batch_tokens` bounds the tokens of one forward pass, padding included, unless a single prompt is longer. `guesses`
+    are what the answers may be, empty where nobody knows.
     """
-    asked = [_Asked(*each) for each in zip(range(len(prompts)), prompts, max_tokens, strict=True)]
+    guesses = [()] * len(prompts) if guesses is None else guesses
+    asked = [_Asked(*each) for each in zip(range(len(prompts)), prompts, max_tokens, guesses, strict=True)]
     said: list[list[int]] = [[] for _ in prompts]
     for group in _groups(asked, model.config.sliding_window, batch_tokens):
         for one, token_ids in zip(group, _generate(model, group, numerics), strict=True):
@@ -94,6 +99,8 @@ def _generate(model: Backbone, group: Sequence[_Asked], numerics: Numerics) -> l
     window, eos = model.config.sliding_window, load_tokenizer().special_id(EOS)
     texts = _begin(group, window, eos, model.embed.weight.device)
     alive = torch.ones_like(texts.used, dtype=torch.bool)
+    if any(one.guess for one in group):
+        texts, alive = _with_guesses(model, numerics, texts, [list(one.guess) for one in group], eos)
     said: list[list[int]] = [[] for _ in group]
     while True:
         # Texts that have ended are computed along until half of them have.
@@ -116,6 +123,28 @@ def _generate(model: Backbone, group: Sequence[_Asked], numerics: Numerics) -> l
         texts.token_ids[row[alive], last[alive] + 1] = chosen[alive]
         texts = replace(texts, used=texts.used + alive)
         alive = alive & (chosen != eos) & (texts.used < texts.limits)
+
+
+def _with_guesses(
+    model: Backbone, numerics: Numerics, texts: _Texts, guesses: Sequence[list[int]], eos: int
+) -> tuple[_Texts, Tensor]:
+    """The texts with what the model says as long as it says what was guessed, and its next token; who goes on."""
+    used, starts = texts.used.clone(), texts.lengths.tolist()
+    for row, (guess, start, limit) in enumerate(zip(guesses, starts, texts.limits.tolist(), strict=True)):
+        del guess[limit:]
+        texts.token_ids[row, start : start + len(guess)] = torch.tensor(guess, device=used.device)
+    longest = max(start + len(guess) for start, guess in zip(starts, guesses, strict=True))
+    hidden = _hidden(model, numerics, texts, _padded(longest, model.config.sliding_window))
+    for row, (guess, start, limit) in enumerate(zip(guesses, starts, texts.limits.tolist(), strict=True)):
+        places = hidden[row, start - 1 : start + min(len(guess), limit - 1)]
+        chosen = model.logits(places).argmax(-1).tolist()
+        same = next((i for i, (a, b) in enumerate(zip(chosen, guess, strict=False)) if a != b), len(guess))
+        said = chosen[: same + 1]
+        texts.token_ids[row, start : start + len(said)] = torch.tensor(said, device=used.device)
+        used[row] = said.index(eos) + 1 if eos in said else len(said)
+    texts = replace(texts, used=used)
+    last = texts.token_ids[torch.arange(len(used), device=used.device), texts.lengths + used - 1]
+    return texts, (last != eos) & (used < texts.limits)
 
 
 def _begin(group: Sequence[_Asked], window: int, eos: int, device: torch.device) -> _Texts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import sys
 
 import pytest
@@ -24,6 +25,18 @@ def test_the_loop_is_the_one_that_is_there(
     else:
         monkeypatch.setitem(sys.modules, "uvloop", None)
     assert run_server(whose_loop()) == expected
+
+
+def test_a_server_may_open_as_many_files_as_it_is_allowed() -> None:
+    async def limits() -> tuple[int, int]:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        assert run_server(limits()) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_what_was_loaded_is_left_alone() -> None:

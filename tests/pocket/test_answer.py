@@ -15,7 +15,7 @@ from deskfleet.evaluation.questions import TASKS, Question, questions
 from deskfleet.evaluation.run import EvalSettings
 from deskfleet.gateway.protocols.chat import ChatProtocol
 from deskfleet.gateway.settings import GatewaySettings
-from pocket.answer import WAYS, comparison, examine, main, read_reports
+from pocket.answer import WAYS, Exam, comparison, examine, main, read_reports
 from pocket.data.ask import as_example, as_reply
 from pocket.data.render import Document, Renderer
 from pocket.data.stream import VISION
@@ -99,6 +99,12 @@ def test_greedy_choices_are_those_of_the_engine(tmp_path: Path) -> None:
             assert token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < 0.05
             ids = torch.cat((ids, torch.tensor([token])))
     assert [len(each) for each in ours] == [6, 4, 5]
+    for guesses in (
+        ours,  # right to the end
+        [ours[0][:3], [*ours[1][:2], ours[1][2] + 1, 7], []],  # too short, wrong in the middle, none
+        [[*ours[0], 5, 5], [ours[1][0] + 1], [4]],  # too long, wrong at once
+    ):
+        assert answer_all(backbone, documents, [6, 4, 5], _exact(), batch_tokens=300, guesses=guesses) == ours
     assert config().sliding_window == 32  # the longest prompt reaches over several windows
 
 
@@ -109,7 +115,8 @@ def _exact() -> Numerics:
 def test_a_report_like_that_of_eval_and_both_beside_each_other(tmp_path: Path) -> None:
     backbone, _ = models(pocket_config(pocket_tokenizer(), SMOKE))
     settings = EvalSettings(tasks=("arithmetic", "vision"), efforts=(None, 50), num_questions=2, max_tokens=3)
-    report = examine(backbone, settings, WAYS["unquantised"], batch_tokens=2048, name="smoke").to_dict()
+    exam = Exam.of(settings, 4096)
+    report = examine(backbone, exam, settings, WAYS["unquantised"], batch_tokens=2048, name="smoke").to_dict()
     assert report["counts"] == {
         task: {"asked": 4, "right": 0, "unanswered": 0} for task in ("arithmetic", "vision")
     }
@@ -123,7 +130,7 @@ def test_a_report_like_that_of_eval_and_both_beside_each_other(tmp_path: Path) -
     assert "| arithmetic | 50 | 0 of 2 | 0 of 2 | 0 of 2 |" in table
 
 
-@pytest.mark.slow  # half a minute for a few words of the real checkpoint
+@pytest.mark.slow  # half a minute on a busy machine
 def test_the_checkpoint_answers_without_an_engine(tmp_path: Path) -> None:
     out = tmp_path / "ways.json"
     main(
@@ -137,6 +144,8 @@ def test_the_checkpoint_answers_without_an_engine(tmp_path: Path) -> None:
             "off",
             "--ways",
             "quantised",
+            "--guess",
+            str(SOUND),
             "--out",
             str(out),
         ]

@@ -1,4 +1,5 @@
-"""What servers run on: uvloop's event loop where it is installed, asyncio's own otherwise. Owns the choice.
+"""What servers run on: uvloop's event loop where it is installed, asyncio's own otherwise. Owns the choice, and how many
+files a server may hold open.
 
 A token through the gateway costs about a twentieth less on uvloop (docs/decisions/0017-event-loop.md).
 """
@@ -6,7 +7,9 @@ A token through the gateway costs about a twentieth less on uvloop (docs/decisio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import resource
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -14,13 +17,22 @@ T = TypeVar("T")
 
 
 def run_server(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end, as `asyncio.run` does."""
+    """Run `main` to its end, as `asyncio.run` does, with as many open files as the system allows this process."""
+    _raise_open_files()
     try:
         import uvloop
     except ImportError:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+def _raise_open_files() -> None:
+    """Every stream is a socket or two, and the usual soft limit of 1,024 is one client's mishap away."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # where the kernel holds the real limit lower, it stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def settle() -> None:
