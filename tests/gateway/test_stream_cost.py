@@ -7,6 +7,9 @@ much; each is the least of several runs.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +46,17 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 TEXTS = ["one ", "two", " three", "\n", "é", "日", "🙂", "</"]
 BLOCK = 1500
+
+COUNT_THREADS = """
+import os, sys
+from pathlib import Path
+from deepseek_recipe import Conversation, UserMessage
+from deskfleet.gateway.chat_format import ChatFormat
+chat_format = ChatFormat.from_checkpoint(Path(sys.argv[1]))
+before = len(os.listdir("/proc/self/task"))
+chat_format.encode(Conversation([UserMessage("hello")], thinking_mode=False))
+print(before, len(os.listdir("/proc/self/task")))
+"""
 
 
 def ends_whole(token_id: int) -> bool:
@@ -162,3 +176,13 @@ def test_the_twenty_thousandth_token_costs_what_the_first_does(name: str) -> Non
     assert len(answer_ids) >= 20_000
     assert min(last) < 1.6 * min(first), f"{1e6 * min(first):.1f} -> {1e6 * min(last):.1f} µs"
     assert min(last) < 60e-6, "six times what it was when this was written"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_prompt_is_handed_to_no_other_thread() -> None:
+    """The library's own threads would each time have to be waited for, on a busy machine for long."""
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    program = [sys.executable, "-c", COUNT_THREADS, str(CHECKPOINT)]
+    counted = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    before, after = counted.stdout.split()
+    assert after == before

@@ -127,13 +127,11 @@ async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
         raise BodyTooLarge(f"the body has {announced} bytes, more than {limits.max_body_bytes}")
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            async for block in request.content.iter_any():
-                body += block
-                if len(body) > limits.max_body_bytes:
-                    if "Content-Encoding" in request.headers:
-                        request.content.feed_eof()  # the rest would be unpacked to be thrown away
-                    raise BodyTooLarge(f"the body has more than {limits.max_body_bytes} bytes")
+        if request.content.is_eof():  # as most: it came with the headers, and nothing is waited for
+            await _read_into(body, request, limits)
+        else:
+            async with asyncio.timeout(limits.body_timeout_s):
+                await _read_into(body, request, limits)
     except TimeoutError:
         raise BodyTooSlow(
             f"the body did not arrive within {limits.body_timeout_s:g} s; {len(body)} bytes had"
@@ -144,6 +142,15 @@ async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
         what = f"Content-Encoding {encoding!r}" if encoding else "chunks"
         raise BodyBroken(f"the headers announce {what}, and the body is something else") from None
     return bytes(body)
+
+
+async def _read_into(body: bytearray, request: web.Request, limits: RequestLimits) -> None:
+    async for block in request.content.iter_any():
+        body += block
+        if len(body) > limits.max_body_bytes:
+            if "Content-Encoding" in request.headers:
+                request.content.feed_eof()  # the rest would be unpacked to be thrown away
+            raise BodyTooLarge(f"the body has more than {limits.max_body_bytes} bytes")
 
 
 __all__ = ["MAX_TOKENS_HEADER", "STOPPING", "Gate"]

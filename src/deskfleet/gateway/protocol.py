@@ -54,7 +54,7 @@ class Prepared:
 
     def with_draft(self, draft: Draft) -> Self:
         """Return the same request with what policies made of it."""
-        return replace(self, draft=draft)
+        return self if draft is self.draft else replace(self, draft=draft)
 
 
 class WholeAnswer(Protocol):

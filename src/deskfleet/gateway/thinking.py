@@ -105,6 +105,9 @@ SPELLINGS = (
 )
 """Every spelling, understood in every protocol that has a conversation."""
 
+_FIELDS = tuple(dict.fromkeys(spelling.path.partition(".")[0] for spelling in SPELLINGS))
+"""What a body must have, one of them, for any spelling to be in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Thought:
@@ -147,7 +150,8 @@ def resolve_thinking(fields: Struct, *, default: bool, tiers_only: bool = False)
     switches: dict[str, bool] = {}
     efforts: dict[str, int] = {}
     budgets: dict[str, int] = {}
-    for spelling in SPELLINGS:
+    asked = [field for field in _FIELDS if getattr(fields, field, None) is not None]
+    for spelling in SPELLINGS if asked else ():  # most requests say nothing at all
         value = _value_at(fields, spelling.path)
         if value is None:
             continue

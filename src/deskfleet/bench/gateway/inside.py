@@ -2,16 +2,19 @@
 
     python -m deskfleet.bench.gateway.inside CHECKPOINT
 
-Owns the engine. Takes the pace as `upstream` does, prints its address likewise, and ends with its stdin.
+Owns the engine. Takes the pace as `upstream` does, prints its address likewise, and ends with its stdin. Runs on what
+`deskfleet serve` runs on: uvloop where it is installed, and a collector that leaves alone what was loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -77,9 +80,21 @@ async def main(checkpoint: Path) -> None:
     settings = GatewaySettings(model_id=MODEL, checkpoint=checkpoint, port=0, default_thinking=False)
     routes = [lambda app: app.router.add_post("/step", set_step)]
     async with serving(engine, settings, extensions=routes) as endpoint:
+        gc.collect()
+        gc.freeze()
         print(json.dumps({"url": endpoint.url}), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
+def _run_as_server(server: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(server)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server)
+
+
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    _run_as_server(main(Path(sys.argv[1])))

@@ -71,7 +71,10 @@ class CompletionCap:
             self._counters.add(DEFAULTED, draft.model_id, draft.caller.key)
         elif allowed < asked:
             self._counters.add(CLAMPED, draft.model_id, draft.caller.key)
-        return with_sampling(draft, replace(draft.sampling, max_tokens=max(allowed, 1)))
+        allowed = max(allowed, 1)
+        if allowed == draft.sampling.max_tokens:
+            return draft
+        return with_sampling(draft, replace(draft.sampling, max_tokens=allowed))
 
     def watcher(self, draft: Draft) -> Watcher | None:
         """Engines count tokens themselves."""

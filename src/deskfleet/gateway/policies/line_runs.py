@@ -23,17 +23,18 @@ _FENCE = re.compile(r"\s*(?:[-*+>]\s+|\d+[.)]\s+)?(```|~~~)")
 _ARGUMENT = re.compile(r"<(/?)｜DSML｜ ?parameter\b[^>]*>")
 
 
-class LineEnds:
-    """Which tokens hold the end of a line. One for all streams of a tokenizer; ids are looked at when they come."""
+class LineEnds(dict[int, bool]):
+    """Whether a token holds the end of a line. One for all streams of a tokenizer; ids are looked at when they come.
+
+    A dictionary, since it is asked for every token of every stream.
+    """
 
     def __init__(self, decode: Decode) -> None:
+        super().__init__()
         self.decode = decode
-        self._known: dict[int, bool] = {}
 
-    def __contains__(self, token_id: int) -> bool:
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = "\n" in self.decode([token_id])
+    def __missing__(self, token_id: int) -> bool:
+        known = self[token_id] = "\n" in self.decode([token_id])
         return known
 
 
@@ -68,7 +69,7 @@ class LineRuns:
         """Add a token. Returns a run when the token ended a line that belongs to one of two or more, the longest."""
         self._tokens.append(token_id)
         self._num_tokens += 1
-        if token_id in self._ends:
+        if self._ends[token_id]:
             self._ended_in = min(self._ended_in, self._num_tokens - 1)
         elif len(self._tokens) < _MAX_LINE_TOKENS:
             return None

@@ -42,11 +42,14 @@ class Run:
 class RunLimits:
     """How long runs must be. `needed` int32 [max_period] is what M must be: a run of L tokens has M = L - p.
 
-    `first_due` is how many tokens must come before any run can be long enough. Made once for many trackers.
+    `first_due` is how many tokens must come before any run can be long enough. Made once for many trackers, together
+    with what they all begin with: `no_matches` int32 [max_period] and `no_tokens` int32 [2 * max_period]. Read-only.
     """
 
     needed: Tokens
     first_due: int
+    no_matches: Tokens
+    no_tokens: Tokens
 
 
 class PeriodTracker:
@@ -56,10 +59,11 @@ class PeriodTracker:
         """`limits` say how many tokens a run of each period must have to be reported."""
         self._needed = limits.needed
         self._max_period = len(limits.needed)
-        self._matches = np.zeros(self._max_period, np.int32)
-        # Nothing equals the -1 before the first token. When the array is full, all but its end is given up.
-        self._tokens = np.full(3 * self._max_period + 2 * _MAX_BLOCK, -1, np.int32)
-        self._end = 2 * self._max_period
+        self._matches = limits.no_matches
+        # An array of its own is made when the first tokens are counted: the first token waits for none, and short
+        # answers need none. When it is full, all but its end is given up.
+        self._no_tokens = self._tokens = limits.no_tokens
+        self._end = len(self._tokens)
         self._waiting: list[int] = []
         self._due = limits.first_due
         self._excused: list[tuple[int, int, int]] = []  # period, first token of the run, its new limit
@@ -140,7 +144,10 @@ class PeriodTracker:
     def _append(self, block: Tokens) -> None:
         kept = 2 * self._max_period
         if self._end + len(block) > len(self._tokens):
-            self._tokens[:kept] = self._tokens[self._end - kept : self._end]
+            last = self._tokens[self._end - kept : self._end]
+            if self._tokens is self._no_tokens:
+                self._tokens = np.empty(3 * self._max_period + 2 * _MAX_BLOCK, np.int32)
+            self._tokens[:kept] = last
             self._end = kept
         self._tokens[self._end : self._end + len(block)] = block
         self._end += len(block)
@@ -149,7 +156,12 @@ class PeriodTracker:
 def run_limits(max_period: int, limit_of: Callable[[int], int]) -> RunLimits:
     """Return the limits of periods 1 to `max_period`, of which `limit_of` says how many tokens a run must have."""
     needed = np.array([limit_of(period) - period for period in range(1, max_period + 1)], np.int32)
-    return RunLimits(needed, min(max(int(needed.min()), 1), _MAX_BLOCK))
+    first_due = min(max(int(needed.min()), 1), _MAX_BLOCK)
+    no_matches = np.zeros(max_period, np.int32)
+    no_tokens = np.full(2 * max_period, -1, np.int32)  # nothing equals the -1 before the first token
+    for array in (needed, no_matches, no_tokens):
+        array.flags.writeable = False
+    return RunLimits(needed, first_due, no_matches, no_tokens)
 
 
 __all__ = ["PeriodTracker", "Run", "RunLimits", "run_limits"]

@@ -8,6 +8,7 @@ that asks for a temperature near 0 is served as asked, and counted: such request
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from pydantic import Field
 
@@ -55,6 +56,7 @@ class SamplingDefaults:
     def __init__(self, settings: SamplingDefaultsSettings, counters: Counters) -> None:
         self._settings = settings
         self._counters = counters
+        self._thinking, self._not_thinking = _said(settings.thinking), _said(settings.not_thinking)
 
     def shape(self, draft: Draft) -> Draft:
         """Return the request with every value filled in that the client left open."""
@@ -63,17 +65,22 @@ class SamplingDefaults:
         wishes = draft.wishes
         if wishes.thinking and wishes.temperature is not None and wishes.temperature <= _NEAR_GREEDY:
             self._counters.add(NEAR_GREEDY, draft.model_id, draft.caller.key)
-        values = self._settings.thinking if wishes.thinking else self._settings.not_thinking
+        sampling = draft.sampling
         chosen = {
             name: value
-            for name in SamplingValues.model_fields
-            if (value := getattr(values, name)) is not None and getattr(wishes, name) is None
+            for name, value in (self._thinking if wishes.thinking else self._not_thinking)
+            if getattr(wishes, name) is None and getattr(sampling, name) != value
         }
-        return with_sampling(draft, replace(draft.sampling, **chosen)) if chosen else draft
+        return with_sampling(draft, replace(sampling, **chosen)) if chosen else draft
 
     def watcher(self, draft: Draft) -> Watcher | None:
         """Nothing is sampled here."""
         return None
+
+
+def _said(values: SamplingValues) -> tuple[tuple[str, Any], ...]:
+    """The values that are not None, by name."""
+    return tuple((name, value) for name, value in values if value is not None)
 
 
 _missing = set(SamplingValues.model_fields) - {field.name for field in fields(Wishes)}

@@ -122,7 +122,7 @@ class Connection:
             await self._check_head(response, request)
             watch.start(response.content.set_exception)
             splitter = EventSplitter()
-            async for data in response.content.iter_any():
+            while data := await response.content.readany():
                 watch.heard()
                 if payloads := splitter.push(data):
                     watch.pause()  # a slow reader of ours is no silence of theirs

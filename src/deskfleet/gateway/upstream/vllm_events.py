@@ -101,6 +101,8 @@ class _Ending:
 
     def finish(self, last: TokenChunk) -> TokenChunk:
         """Return the last chunk with the counts of the usage event, which comes after it."""
+        if not (self._num_cached_tokens or self._num_drafted or self._num_accepted):
+            return last  # it has none yet
         return replace(
             last,
             num_cached_tokens=self._num_cached_tokens,
