@@ -115,8 +115,7 @@ def filled(page: str, made: Mapping[str, str]) -> str:
 
 def files(log: Path, page: Path) -> dict[Path, str]:
     """Every generated file with its text."""
-    logs = sorted(log.glob("*.jsonl"))
-    newest = [path for path in logs if path.name[:10] == logs[-1].name[:10]] if logs else []
+    newest = sorted(log.glob("*.jsonl"))[-1:]  # one file a training
     made = {page: filled(page.read_text(encoding="utf-8"), parts(log))}
     return made | {page.parent / name: text for name, text in pictures(read(newest)).items()}
 
