@@ -344,7 +344,7 @@ def test_limits_of_a_body() -> None:
 
 
 def test_the_check_is_fast() -> None:
-    """64 MiB of the worst kinds in well under a second; the bound leaves room for a busy machine."""
+    """64 MiB of the worst kinds in well under a second of this thread."""
     size = 64 * 2**20
     limits = RequestLimits(max_values=10**9, max_body_bytes=2**30)
     for body in (
@@ -353,11 +353,11 @@ def test_the_check_is_fast() -> None:
         b'{"text": "' + b'\\"[\\\\' * (size // 5) + b'"}',
         b'["' + b'","' * (size // 3) + b'"]',
     ):
-        start = time.perf_counter()
+        start = time.thread_time()
         check_body(body, limits)
-        assert time.perf_counter() - start < 5.0
+        assert time.thread_time() - start < 5.0
     small = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         check_body(small, limits)
-    assert (time.perf_counter() - start) / 1000 < 50e-6
+    assert (time.thread_time() - start) / 1000 < 50e-6
