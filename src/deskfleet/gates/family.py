@@ -136,10 +136,10 @@ def _pocket(reason: str) -> QuestionSet:
         low_effort=1,
         high_efforts=(50,),
         effort_ratio=1.3,
-        least_facts=0.5,
-        error_share=0.25,
-        second_tries=2,
-        least_quality=0.5,
+        least_facts=0.8,
+        error_share=0.1,
+        second_tries=1,
+        least_quality=0.75,
     )
 
 
