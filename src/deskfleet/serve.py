@@ -1,9 +1,10 @@
 """From a checkpoint to an open port: the order of a launch. Owns the sequence and its end, prints nothing.
 
-    open the checkpoint -> check the layout -> is the port free -> start the ranks -> one token -> open the port
+    open the checkpoint -> check the layout -> is the port free -> start the ranks -> one token -> (trial) -> open
 
 Nothing listens before every rank is ready and one greedy token has come out with finite logits: answers before
-traffic. Knows nothing of terminals or signals; the caller says when to stop.
+traffic. A trial, where one is asked for, sees the same gateway on a free port of this machine alone. Knows nothing
+of terminals or signals; the caller says when to stop.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import socket
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +27,12 @@ import psutil
 
 from deskfleet.endpoint import Endpoint, GenerateRequest, SamplingParams
 from deskfleet.engine.client import EngineClient, EngineOptions, EngramSource, LoadedRank, LoadProgress
+from deskfleet.engine.messages import Receipt
+from deskfleet.engine.process import RankStarter
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.app import serving
 from deskfleet.gateway.observation import ObservationSettings
+from deskfleet.gateway.policy_file import PolicyStore
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.embedded import embedded_name
@@ -39,21 +43,29 @@ _LAST_WORDS_S = 1.0  # after the engine's death, how long clients are still told
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve (`gateway.checkpoint`), how to run it, and where to answer."""
+    """What to serve (`gateway.checkpoint`), how to run it, and where to answer.
+
+    `starter` is where ranks come from, None: processes of this machine. `trial` is called with an address that nobody
+    else knows before the port opens; what it raises ends the launch.
+    """
 
     gateway: GatewaySettings
     engine: EngineOptions = field(default_factory=EngineOptions)
+    starter: RankStarter | None = None
+    trial: Callable[[str], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
     """Every rank is loaded and has met the others; the port is still closed.
 
-    `memory` holds against each other what was planned for each rank and what its process reports.
+    `memory` holds against each other what was planned for each rank and what its process reports; `receipts` say what
+    each is made of, and agree.
     """
 
     ranks: tuple[LoadedRank, ...]
     memory: tuple[RankCheck, ...]
+    receipts: tuple[Receipt, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +124,55 @@ async def serve(
 async def _launch(options: ServeOptions, on_event: Callable[[ServeEvent], None]) -> NoReturn:
     settings = options.gateway
     checkpoint = await asyncio.to_thread(Checkpoint.open, settings.checkpoint)
-    engine = EngineClient(checkpoint, options.engine, on_load=on_event)  # refuses an impossible layout
+    # Refuses an impossible layout.
+    engine = EngineClient(checkpoint, options.engine, on_load=on_event, starter=options.starter)
     check_port(settings.host, settings.port)
     async with engine:
         ranks, memory = engine.ranks, check_memory(engine)
         engine.planned_bytes = {check.rank: check.predicted_bytes for check in memory}
-        on_event(RanksReady(ranks, memory))
+        on_event(RanksReady(ranks, memory, engine.receipts))
         await check_answers(engine)
         running = settings.max_running or engine.limits.max_num_seqs
         observation = with_memory_floors(settings.observation or ObservationSettings())
         settings = replace(settings, max_running=running, observation=observation)
+        if options.trial is not None:
+            await _try_out(engine, in_private(settings), options.trial)
         async with serving(engine, settings) as endpoint:
             on_event(Ready(endpoint, ranks, memory, engine.engram))
             failure = await engine.wait_failed()
             await asyncio.sleep(_LAST_WORDS_S)
             raise failure
+
+
+def in_private(settings: GatewaySettings) -> GatewaySettings:
+    """Return settings of the same gateway for this machine alone: a free port, no keys, no log of accesses."""
+    observation = settings.observation or ObservationSettings()
+    policies = settings.policies
+    return replace(
+        settings,
+        host="127.0.0.1",
+        port=0,
+        policies=None if policies is None else PolicyStore(policies.snapshot.settings),
+        observation=replace(observation, access_log=None),
+    )
+
+
+async def _try_out(
+    engine: EngineClient, settings: GatewaySettings, trial: Callable[[str], Awaitable[None]]
+) -> None:
+    """Have the engine tried through a gateway. Raises what the trial raises, or why the engine ended meanwhile."""
+    async with serving(engine, settings) as endpoint:
+        trying = asyncio.ensure_future(trial(endpoint.url))
+        failing = asyncio.ensure_future(engine.wait_failed())
+        try:
+            await asyncio.wait((trying, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                raise failing.result()
+            await trying
+        finally:
+            for task in (trying, failing):
+                task.cancel()
+            await asyncio.gather(trying, failing, return_exceptions=True)
 
 
 def with_memory_floors(observation: ObservationSettings) -> ObservationSettings:
@@ -264,6 +310,7 @@ __all__ = [
     "check_memory",
     "check_port",
     "default_model_id",
+    "in_private",
     "serve",
     "with_memory_floors",
 ]

@@ -27,7 +27,8 @@ from deskfleet.fleet.fetch import Job
 from deskfleet.fleet.pack_here import PackHere, wanted_columns
 from deskfleet.fleet.pull import fetch_program
 from deskfleet.fleet.rows import PackOptions, pack_program, ranks_of
-from deskfleet.fleet.spec import FleetSpec, read_spec
+from deskfleet.fleet.spec import FleetSpec, NodeSpec, read_spec
+from deskfleet_engram.errors import SelectionError
 from deskfleet_engram.ownership import ColumnOwnership
 from deskfleet_engram.source import open_source
 from deskfleet_engram.verify import verify
@@ -175,21 +176,57 @@ def replace_rows(spec: FleetSpec, directory: Path) -> FleetSpec:
     return replace(spec, nodes=(head, *spec.nodes[1:]))
 
 
+STRIDED = [{0, 3, 6, 9}, {1, 4, 7, 10}, {2, 5, 8, 11}]
+RUNS = [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}]
+
+
+def columns_of(spec: FleetSpec, node: NodeSpec) -> set[int]:
+    """The columns that the node's job names; they are the same in both layers unless rows are shared out."""
+    words = json.loads(pack_program(spec, node, PackOptions()).arguments[0])
+    found = wanted_columns(open_source(CHECKPOINT), PackHere(**{**words, "ranks": tuple(words["ranks"])}))
+    by_layer = [{column for layer, column in found if layer == each} for each in LAYERS]
+    assert words["split"] == "runs or rows" or by_layer[0] == by_layer[1]
+    return by_layer[0]
+
+
+@pytest.mark.parametrize(("engine", "columns"), [("native", STRIDED), ("vllm", RUNS), ("sglang", RUNS)])
+def test_columns_are_those_that_the_engine_reads(
+    tmp_path: Path, engine: str, columns: list[set[int]]
+) -> None:
+    """Another rank's rows give fluent nonsense, so the columns stand here as the engines' sources have them."""
+    spec = fleet(tmp_path, 3, engine=engine)
+    assert [columns_of(spec, node) for node in spec.nodes] == columns
+    # Two ranks on a node read what both read.
+    several = fleet(tmp_path, 2, engine=engine, more="[wishes]\ntp_size = 4")
+    second = {2, 3, 6, 7, 10, 11} if engine == "native" else {6, 7, 8, 9, 10, 11}
+    assert columns_of(several, several.nodes[1]) == second
+
+
 def test_ranks_and_their_columns(tmp_path: Path) -> None:
-    """Several ranks on a node, ranges of rows as SGLang has them, and layouts that do not spread."""
+    """Several ranks on a node, ranges of rows where SGLang has them, and layouts that do not spread."""
     several = fleet(tmp_path, 2, more="[wishes]\ntp_size = 4")
     assert [ranks_of(several, node) for node in several.nodes] == [((0, 1), 4), ((2, 3), 4)]
     with pytest.raises(ConfigError, match="does not spread over 2 nodes"):
         pack_program(fleet(tmp_path, 2, more="[wishes]\ntp_size = 3"), several.head, PackOptions())
-    sglang = fleet(tmp_path, 3, engine="sglang")
-    source = open_source(CHECKPOINT)
-    found: set[tuple[int, int]] = set()
-    for node in sglang.nodes:
-        words = json.loads(pack_program(sglang, node, PackOptions()).arguments[0])
-        columns = wanted_columns(source, PackHere(**{**words, "ranks": tuple(words["ranks"])}))
-        assert 4 <= len([column for layer, column in columns if layer == 1]) <= 6
-        found |= set(columns)
-    assert found == {(layer, column) for layer in LAYERS for column in range(NUM_COLUMNS)}
+    # Twelve columns among five: SGLang cuts the tables by row, and columns at the cuts are needed twice.
+    sglang = fleet(tmp_path, 5, engine="sglang")
+    each = [columns_of(sglang, node) for node in sglang.nodes]
+    assert set.union(*each) == set(range(NUM_COLUMNS))
+    assert all(3 <= len(columns) <= 4 for columns in each)
+    assert each[0] & each[1], "the first cut goes through a column"
+    # vLLM gives all ranks equally many places, and the last gets none.
+    vllm = fleet(tmp_path, 5, engine="vllm")
+    assert columns_of(vllm, vllm.nodes[3]) == {9, 10, 11}
+    with pytest.raises(SelectionError, match="rank 4 of 5 reads none of the 12"):
+        columns_of(vllm, vllm.nodes[4])
+
+
+def test_an_engine_that_reads_no_packs(typed: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    spec = fleet(tmp_path, 2, engine="exl3")
+    code, _, err = typed("fleet", "pack", "-f", spec.path, "--dry-run")
+    assert code == 2
+    assert "engine exl3 reads the published shards" in err
+    assert "hint: put those two shards" in err
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from deskfleet.cli.flags import HOST, PORT, THINKING, Host, Json, Port
-from deskfleet.cli.loop import run_server, settle
 from deskfleet.cli.serving import (
     AccessLogFile,
     DebugAnswers,
@@ -24,6 +23,7 @@ from deskfleet.cli.serving import (
 )
 from deskfleet.cli.terminal import own_command, print_json, say
 from deskfleet.errors import ConfigError
+from deskfleet.gateway.loop import run_server, settle
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.gateway.upstream.options import UpstreamOptions
 

@@ -37,7 +37,6 @@ from deskfleet.cli.flags import (
     ThreadsPerRank,
     WindowTails,
 )
-from deskfleet.cli.loop import run_server, settle
 from deskfleet.cli.serving import (
     AccessLogFile,
     DebugAnswers,
@@ -51,6 +50,7 @@ from deskfleet.cli.serving import (
 )
 from deskfleet.cli.terminal import own_command, print_json, say
 from deskfleet.engine.client import EngineOptions
+from deskfleet.gateway.loop import run_server, settle
 from deskfleet.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:  # the gateway and the engine are imported when they are started: --help needs neither

@@ -58,7 +58,9 @@ def _groups(rank: RankLaunch) -> Iterator[_Group]:
     yield ("--restart", "no")
     yield ("--network", "host")
     yield ("--ipc", "host")
-    yield ("--ulimit", "memlock=-1")
+    if box.has_gpus or box.devices:
+        # Both pin memory. Without them the daemon's own limit does, which it may not be allowed to raise.
+        yield ("--ulimit", "memlock=-1")
     yield ("--ulimit", "stack=67108864")
     yield ("--oom-score-adj", str(box.oom_score_adj))
     yield ("--stop-timeout", str(STOP_GRACE_S))

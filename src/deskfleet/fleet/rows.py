@@ -20,13 +20,16 @@ from deskfleet.planner.wishes import EngineName
 
 Level = Literal["quick", "sample", "full"]
 
-_SPLIT: Mapping[EngineName, str] = {
-    "native": "columns",
-    "vllm": "columns",
-    "exl3": "columns",
-    "sglang": "rows",
+Split = Literal["strided", "runs", "runs or rows", "none"]
+"""How tables are shared out among ranks; `pack_here`, which runs on nodes, knows what each means."""
+
+_SPLIT: Mapping[EngineName, Split] = {
+    "native": "strided",
+    "vllm": "runs",
+    "sglang": "runs or rows",
 }
-"""SGLang gives each rank a range of rows; the others look columns up."""
+"""Who reads what, as each engine has it: `model.layout` for native; of vLLM 0.33 `engram.py`, where rank r looks up the
+columns r * n to (r + 1) * n - 1; of SGLang 0.5.23 the same where the columns divide, else equal ranges of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,13 @@ def ranks_of(spec: FleetSpec, node: NodeSpec) -> tuple[tuple[int, ...], int]:
 
 
 def pack_program(spec: FleetSpec, node: NodeSpec, options: PackOptions) -> Program:
-    """Return the program that packs on `node`. Raises ConfigError as `ranks_of`."""
+    """Return the program that packs on `node`. Raises ConfigError as `ranks_of`, and for an engine without packs."""
+    if spec.engine.name not in _SPLIT:
+        raise ConfigError(
+            f"{spec.path}: engine {spec.engine.name} reads the published shards of the tables, not packs",
+            hint="put those two shards of the published checkpoint in paths.engram on each node, with its "
+            "config.json and model.safetensors.index.json",
+        )
     ranks, world_size = ((), 1) if options.has_all else ranks_of(spec, node)
     model = spec.checkpoint.model
     words = {

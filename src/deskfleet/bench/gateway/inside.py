@@ -9,12 +9,10 @@ Owns the engine. Takes the pace as `upstream` does, prints its address likewise,
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -23,6 +21,7 @@ from deskfleet.bench.gateway.upstream import MAX_MODEL_LEN, MODEL
 from deskfleet.bench.gateway.words import Words
 from deskfleet.endpoint import EngineStats, FinishReason, GenerateRequest, TokenChunk
 from deskfleet.gateway.app import serving
+from deskfleet.gateway.loop import run_server, settle
 from deskfleet.gateway.settings import GatewaySettings
 
 
@@ -80,21 +79,10 @@ async def main(checkpoint: Path) -> None:
     settings = GatewaySettings(model_id=MODEL, checkpoint=checkpoint, port=0, default_thinking=False)
     routes = [lambda app: app.router.add_post("/step", set_step)]
     async with serving(engine, settings, extensions=routes) as endpoint:
-        gc.collect()
-        gc.freeze()
+        settle()
         print(json.dumps({"url": endpoint.url}), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
-def _run_as_server(server: Coroutine[Any, Any, None]) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(server)
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(server)
-
-
 if __name__ == "__main__":
-    _run_as_server(main(Path(sys.argv[1])))
+    run_server(main(Path(sys.argv[1])))

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from deskfleet.cli.loop import run_server, settle
+from deskfleet.gateway.loop import run_server, settle
 
 
 async def whose_loop() -> str:

@@ -1,0 +1,115 @@
+"""What is done beside the engine: write the rows that a mapped store reads, print digests, prove a store.
+
+    python -m deskfleet_vllm split PACK CHECKPOINT --rank R --world-size N [--to DIR]
+    python -m deskfleet_vllm digests                        in an environment with vLLM
+    python -m deskfleet_vllm prove PACK CHECKPOINT [--store callback] [--lookups 1000]      the same
+
+Exit codes are those of the package of errors: 1 the answer is no, 2 bad input, 3 a machine or file failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from deskfleet_engram.errors import EngramError
+from deskfleet_engram.host import HostRows, source_sha256
+from deskfleet_engram.host_split import write_split
+from deskfleet_engram.manifest import read_manifest
+from deskfleet_engram.native import NativeOptions, RowCache
+from deskfleet_engram.ownership import ColumnOwnership
+from deskfleet_vllm import release_0_33 as release
+from deskfleet_vllm.config import STORES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb and return the exit code."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        return int(chosen.verb(chosen))
+    except EngramError as error:
+        print(f"deskfleet-vllm: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def open_rank(
+    pack_dir: Path,
+    checkpoint: Path,
+    rank: int,
+    world_size: int,
+    *,
+    options: NativeOptions | None = None,
+    cache: RowCache | None = None,
+) -> HostRows:
+    """Open the columns that vLLM gives a rank: runs of equal length, the last ones shorter. Raises EngramError."""
+    owners = ColumnOwnership.split(_num_columns(pack_dir), world_size, "contiguous")
+    return HostRows.open(
+        pack_dir,
+        checkpoint,
+        rank=rank,
+        world_size=world_size,
+        columns=owners.columns(rank),
+        options=options,
+        cache=cache,
+    )
+
+
+def _num_columns(pack_dir: Path) -> int:
+    return read_manifest(pack_dir).identity.geometry.spec.num_columns
+
+
+def _split(chosen: argparse.Namespace) -> int:
+    with open_rank(chosen.pack, chosen.checkpoint, chosen.rank, chosen.world_size) as rows:
+        for table in rows.tables.values():
+            path = write_split(table, rows.manifest.identity.sha256.hex(), chosen.to or chosen.pack / "split")
+            print(f"{path}: {table.num_rows} rows of layer {table.layer}")
+    return 0
+
+
+def _digests(chosen: argparse.Namespace) -> int:
+    engram = importlib.import_module(release.MODULE)
+    for name, target in release.sources(engram).items():
+        print(f'    "{name}": "{source_sha256(target)}",')
+    return 0
+
+
+def _prove(chosen: argparse.Namespace) -> int:
+    from deskfleet_vllm.prove import prove, prove_failure  # here, because the other verbs work without torch
+
+    engram = importlib.import_module(release.MODULE)
+    with open_rank(chosen.pack, chosen.checkpoint, chosen.rank, chosen.world_size) as rows:
+        for line in prove(engram, rows, store=chosen.store, num_lookups=chosen.lookups):
+            print(line, flush=True)
+    failing = NativeOptions(faults="eio=1", retries=0)
+    with open_rank(
+        *(chosen.pack, chosen.checkpoint, chosen.rank, chosen.world_size), options=failing, cache=RowCache(0)
+    ) as rows:
+        print(prove_failure(engram, rows, store=chosen.store))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deskfleet_vllm")
+    verbs = parser.add_subparsers(required=True)
+    for name, verb in (("split", _split), ("prove", _prove)):
+        added = verbs.add_parser(name)
+        added.set_defaults(verb=verb)
+        added.add_argument("pack", type=Path)
+        added.add_argument("checkpoint", type=Path)
+        added.add_argument("--rank", type=int, default=0)
+        added.add_argument("--world-size", type=int, default=1)
+        if name == "split":
+            added.add_argument("--to", type=Path, help="by default PACK/split")
+        else:
+            added.add_argument(
+                "--store", choices=[name for name in STORES if name != "mapped"], default="callback"
+            )
+            added.add_argument("--lookups", type=int, default=1000)
+    verbs.add_parser("digests").set_defaults(verb=_digests)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the package of the model has in common."""
