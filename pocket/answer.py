@@ -161,6 +161,8 @@ def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
     }
     for task, effort in keys:
         cells = [_cell(report, task, effort) for report in reports.values()]
+        if not all(cells):
+            continue  # nothing to compare: prose and code, which have no right answer, are asked of servers alone
         lines.append(f"| {task} | {effort} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -54,7 +54,8 @@ def _acceptance(path: Path | None) -> str:
     cells = found["lines"].get("needle", {}).get("detail", {}).get("cells")
     if cells:
         told += "\n" + _needle(cells)
-    return f"{told}\nFrom `pocket/log/{path.name}`, {_provenance(found)}.\n"
+    whose = f"SHA-256 of configuration, index and shards, one after the other: `{found['sha256']}`."
+    return f"{told}\nFrom `pocket/log/{path.name}`, {_provenance(found)}. {whose}\n"
 
 
 def _needle(cells: list[Mapping[str, Any]]) -> str:
