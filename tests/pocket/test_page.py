@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from deskfleet.model.embedded import locate
 from pocket.curves import pictures, read
-from pocket.page import LOG, PAGE, files, filled, parts
+from pocket.kept import fingerprint
+from pocket.page import LOG, PAGE, files, filled, latest, parts
 from pocket.plot import Axis, plot
 from pocket.stages import Phase
 from pocket.train import smoke_options, train
@@ -102,7 +104,11 @@ def test_parts_come_from_the_latest_files_and_marks_must_be_there(tmp_path: Path
         cells = [{"num_tokens": 4000, "depth": 0.5, "asked": 1, "right": 1}]
         provenance = {"command": "c", "date": f"{day}T10:00", "commit": "a" * 40, "is_dirty": True}
         lines = {"facts": line, "needle": {**line, "detail": {"cells": cells}}}
-        found = {"provenance": {**provenance, "cpu": "x", "num_cores": 2}, "lines": lines}
+        found = {
+            "provenance": {**provenance, "cpu": "x", "num_cores": 2},
+            "lines": lines,
+            "sha256": "ab" * 32,
+        }
         (tmp_path / f"{day}-accept.json").write_text(json.dumps(found))
     made = parts(tmp_path)["acceptance"]
     assert "| facts | >= 95 % | 0.97 | 60 | pass |" in made
@@ -112,6 +118,13 @@ def test_parts_come_from_the_latest_files_and_marks_must_be_there(tmp_path: Path
     assert filled(page, {"acceptance": made}) == page.replace("old\n", made)
     with pytest.raises(ValueError, match="no part 'variants'"):
         filled(page, {"variants": ""})
+
+
+def test_what_the_page_says_is_said_of_the_checkpoint_that_ships() -> None:
+    for kind in ("accept", "variants"):
+        path = latest(LOG, kind)
+        assert path is not None
+        assert json.loads(path.read_text("utf-8"))["sha256"] == fingerprint(locate("pocket"))
 
 
 def test_every_picture_of_the_page_exists() -> None:
