@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -82,8 +83,9 @@ class Sshd:
         if self._process is None:
             return
         for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-            if isinstance(process, subprocess.Popen) or process.name() == "sshd":
-                process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):  # a child may have ended meanwhile
+                if isinstance(process, subprocess.Popen) or process.name() == "sshd":
+                    process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
 

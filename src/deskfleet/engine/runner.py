@@ -95,6 +95,7 @@ class ModelRunner:
         """Rank 0: run one step everywhere, after `updates` of the block tables. Logits float32 [R, V] of
         `logit_rows`."""
         count = 0 if image_rows is None else len(image_rows)
+        self._begin(segments, logit_rows)  # telling the others is a collective, and one may be frozen
         if self.comm.size > 1:
             parts = tuple(_to_message(s) for s in segments)
             message = messages.StepMessage(tuple(updates), parts, tuple(logit_rows), count)
@@ -105,6 +106,7 @@ class ModelRunner:
 
     def propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:
         """Rank 0: draft a block for each request, on every rank alike."""
+        self.progress.begin("draft", len(requests))
         if self.comm.size > 1:
             self.comm.broadcast_bytes(messages.encode(messages.DraftMessage(tuple(requests))))
         return self._propose(requests)
@@ -151,6 +153,11 @@ class ModelRunner:
         self.model.close()
         self.comm.leave()
 
+    def _begin(self, segments: Sequence[Segment], logit_rows: Sequence[int]) -> None:
+        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        # Rows that no logits are wanted of are a prompt's: decoding wants those of every row.
+        self.progress.begin("prefill" if num_tokens > len(logit_rows) else "decode", num_tokens)
+
     @torch.inference_mode()
     def _run(
         self,
@@ -159,9 +166,7 @@ class ModelRunner:
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
     ) -> Tensor:
-        num_tokens = sum(len(segment.token_ids) for segment in segments)
-        # Rows that no logits are wanted of are a prompt's: decoding wants those of every row.
-        self.progress.begin("prefill" if num_tokens > len(logit_rows) else "decode", num_tokens)
+        self._begin(segments, logit_rows)
         for update in updates:
             self.tables.apply(update)
         batch = self.builder.build(segments, image_rows)
