@@ -46,6 +46,8 @@ class Moving:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
+        if error is not None and not isinstance(error, Exception):  # Ctrl-C and SIGTERM
+            say("interrupted: what has come stays, and the same command goes on from there")
 
     def on_event(self, node: str, event: dict[str, Any]) -> None:
         """Show an event of a program on a node: its progress, and notes. Others are nothing to show."""
@@ -104,10 +106,4 @@ def duration(seconds_s: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def say_interrupted(error: BaseException) -> None:
-    """Say, of Ctrl-C and SIGTERM only, that nothing is lost."""
-    if not isinstance(error, Exception):
-        say("interrupted: what has come stays, and the same command goes on from there")
-
-
-__all__ = ["Moving", "duration", "say_interrupted"]
+__all__ = ["Moving", "duration"]

@@ -9,7 +9,7 @@ import typer
 
 from deskfleet.cli.flags import Json
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Overrides, open_fleet
-from deskfleet.cli.fleet.moving import Moving, duration, say_interrupted
+from deskfleet.cli.fleet.moving import Moving, duration
 from deskfleet.cli.terminal import print_json, say
 from deskfleet.errors import ConfigError
 from deskfleet.units import format_bytes, parse_bytes
@@ -82,13 +82,9 @@ async def _pack(spec: FleetSpec, nodes: list[str], options: PackOptions) -> tupl
     from deskfleet.fleet.remote import Remotes
     from deskfleet.fleet.rows import pack_rows
 
-    try:
-        with Moving() as moving:
-            async with Remotes(spec.nodes) as remotes:
-                return await pack_rows(spec, remotes, nodes, options, moving.on_event)
-    except BaseException as error:
-        say_interrupted(error)
-        raise
+    with Moving() as moving:
+        async with Remotes(spec.nodes) as remotes:
+            return await pack_rows(spec, remotes, nodes, options, moving.on_event)
 
 
 async def _show(spec: FleetSpec, nodes: list[str], options: PackOptions, *, as_json: bool) -> None:

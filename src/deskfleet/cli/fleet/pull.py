@@ -10,7 +10,7 @@ import typer
 
 from deskfleet.cli.flags import Json
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Overrides, open_fleet
-from deskfleet.cli.fleet.moving import Moving, say_interrupted
+from deskfleet.cli.fleet.moving import Moving
 from deskfleet.cli.terminal import print_json, say
 from deskfleet.fleet.transfer import PARALLEL
 from deskfleet.units import format_bytes
@@ -72,13 +72,9 @@ async def _pull(spec: FleetSpec, nodes: list[str], options: PullOptions) -> tupl
     from deskfleet.fleet.pull import pull
     from deskfleet.fleet.remote import Remotes
 
-    try:
-        with Moving() as moving:
-            async with Remotes(spec.nodes) as remotes:
-                return await pull(spec, remotes, nodes, options, moving.on_event, os.environ)
-    except BaseException as error:
-        say_interrupted(error)
-        raise
+    with Moving() as moving:
+        async with Remotes(spec.nodes) as remotes:
+            return await pull(spec, remotes, nodes, options, moving.on_event, os.environ)
 
 
 async def _show(spec: FleetSpec, nodes: list[str], options: PullOptions, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from deskfleet.cli.flags import Json
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Overrides, open_fleet
-from deskfleet.cli.fleet.moving import Moving, say_interrupted
+from deskfleet.cli.fleet.moving import Moving
 from deskfleet.cli.terminal import print_json, printable, say
 from deskfleet.errors import ConfigError
 from deskfleet.units import format_bytes
@@ -73,15 +73,11 @@ async def _share(spec: FleetSpec, *, only_prove: bool, verify: bool) -> tuple[No
     from deskfleet.fleet.remote import Remotes
     from deskfleet.fleet.share import prove, share
 
-    try:
-        with Moving() as moving:
-            async with Remotes(spec.nodes) as remotes:
-                if only_prove:
-                    return await prove(spec, remotes)
-                return await share(spec, remotes, moving.on_event, verify=verify)
-    except BaseException as error:
-        say_interrupted(error)
-        raise
+    with Moving() as moving:
+        async with Remotes(spec.nodes) as remotes:
+            if only_prove:
+                return await prove(spec, remotes)
+            return await share(spec, remotes, moving.on_event, verify=verify)
 
 
 async def _undo(spec: FleetSpec) -> None:
