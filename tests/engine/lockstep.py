@@ -6,6 +6,7 @@ and memory can be poisoned before it is used. The main thread is rank 0.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -148,6 +149,7 @@ class Lockstep:
         return self.runners[0]
 
     def __enter__(self) -> Self:
+        _resolve_operators()
         for thread in self._threads:
             thread.start()
         self._switch_interval_s = sys.getswitchinterval()
@@ -185,6 +187,20 @@ class Lockstep:
     def _check_sent(self, rank: int, tensor: Tensor) -> None:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(torch.float64)).all()):
             self.not_finite.append(f"rank {rank}: sent a non-finite {tuple(tensor.shape)}")
+
+
+@functools.cache
+def _resolve_operators() -> None:
+    """Make torch's Python objects of all operators before threads do.
+
+    Two threads that watch an operator at its first use both make one; torch keeps a bare pointer to the loser, and a
+    later look at it finds whatever lies there.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace == "aten":
+            packet, _, overload = operator.partition(".")
+            getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def poisoned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

@@ -103,12 +103,13 @@ async def ends_with(work: Awaitable[Any], error: type[Exception], *, within_s: f
 
 # --- whose end it was
 
-KILLED, OWN_WORD, SILENT, LOST_PEER, HANGING = (
+KILLED, OWN_WORD, SILENT, LOST_PEER, HANGING, ABORTED = (
     (-signal.SIGKILL, None),
     (3, ("out of luck", False)),
     (1, None),
     (3, ("RuntimeError: Connection closed by peer", True)),
     (None, ("stuck on the way out", False)),
+    (-signal.SIGABRT, ("RuntimeError: Connection closed by peer", True)),
 )
 
 
@@ -123,6 +124,7 @@ KILLED, OWN_WORD, SILENT, LOST_PEER, HANGING = (
         ([OWN_WORD, OWN_WORD], "rank 0 failed: out of luck"),
         ([LOST_PEER, LOST_PEER], "rank 0 failed: RuntimeError: Connection closed by peer"),
         ([LOST_PEER, HANGING], "rank 1 failed: stuck on the way out"),
+        ([ABORTED, OWN_WORD], "rank 1 failed: out of luck"),
         ([(-40, None)], "rank 0 was killed by signal 40"),
         ([(None, None)], "rank 0 closed its connection without a word"),
     ],

@@ -172,17 +172,16 @@ def find_silent(ranks: list[RankProcess], ended: list[RankProcess], now_s: float
 
 
 def cause_of_end(ended: list[RankProcess]) -> EngineError:
-    """The most telling end: a signal from outside, a rank's own report, an exit without one, the loss of a peer.
+    """The most telling end: a signal, a rank's own report, an exit without one, the loss of a peer.
 
-    Among equals the first of the list. What that rank wrote goes to our log, since its file will be removed.
+    A signal after a report, be it the group's end or a thread that aborted on the way out, tells nothing new. Among
+    equals the first of the list. What that rank wrote goes to our log, since its file will be removed.
     """
 
     def order(rank: RankProcess) -> int:
-        if (rank.process.returncode or 0) < 0:
-            return 0
-        if rank.failed is None:
-            return 2
-        return 3 if rank.failed.is_peer_loss else 1
+        if rank.failed is not None:
+            return 3 if rank.failed.is_peer_loss else 1
+        return 0 if (rank.process.returncode or 0) < 0 else 2
 
     rank = min(ended, key=order)
     lines = _last_lines(rank)
@@ -197,10 +196,10 @@ def cause_of_end(ended: list[RankProcess]) -> EngineError:
 
 def _end_of(rank: RankProcess, lines: list[str]) -> str:
     code = rank.process.returncode
-    if code is not None and code < 0:
-        return f"was killed by {_signal_name(-code)}"
     if rank.failed is not None:
         return f"failed: {rank.failed.error}"
+    if code is not None and code < 0:
+        return f"was killed by {_signal_name(-code)}"
     if code is None:
         return rank.lost or "closed its connection without a word"
     return f"exited with code {code}" + (f": {lines[-1]}" if lines else "")

@@ -313,7 +313,12 @@ def main(path: str) -> int:
     control = Control(connection, Exit(local.spec.rank))
     control.send(messages.Hello(local.spec.rank, os.getpid()))
     failed = serve(local.spec, local.paths, control)
-    return 0 if failed is None else DeskfleetError.exit_code
+    if failed is not None:
+        # Its peers are in the middle of a collective, and torch's threads may abort where the interpreter winds down.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(DeskfleetError.exit_code)
+    return 0
 
 
 if __name__ == "__main__":
