@@ -10,14 +10,18 @@ JOBS   ?= 2
 
 # One file, one worker: what a module shares (a running server, an engine) starts once.
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile
+# Marked so: what needs more than `make setup` gives, each in a lane of its own.
+HERE   := not fleet and not adapters and not triton
 
-.PHONY: help setup serve test test-slow test-fleet check fix docs bench clean
+.PHONY: help setup serve test test-slow test-fleet test-adapters test-kernels check fix docs bench clean
 
 help:
 	@echo 'make setup   make .venv with everything installed'
 	@echo 'make serve   two ranks, one question answered, then up until Ctrl-C (PORT=8000)'
 	@echo 'make test    the tests, without those that take minutes (make test-slow has all)'
 	@echo 'make test-fleet  whole fleets on this machine: Linux, as root, with Docker (installed where apt-get is)'
+	@echo 'make test-adapters  the plug-ins inside vLLM and SGLang, each in an environment of its own (downloads them once)'
+	@echo 'make test-kernels   the GPU kernels without a GPU: interpreted, and compiled for sm_90 (downloads Triton once)'
 	@echo 'make check   lint, types, layers, generated pages, changelog'
 	@echo 'make fix     format, fix what can be fixed, regenerate docs/reference'
 	@echo 'make bench   measure the engine and the row store into bench/results'
@@ -31,20 +35,28 @@ serve: setup
 	@exec $(BIN)/deskfleet demo pocket --tp 2 --port $(PORT)
 
 test: setup
-	$(PYTEST) -m 'not slow and not fleet'
+	$(PYTEST) -m 'not slow and $(HERE)'
 
 test-slow: setup
-	$(PYTEST) -m 'not fleet'
+	$(PYTEST) -m '$(HERE)'
 
 test-fleet: setup
 	@tools/fleet_bed.sh
 	$(PYTEST) -m fleet tests/fleet
 
+test-adapters: setup
+	@tools/adapters_env.sh
+	$(PYTEST) -m adapters tests/adapters
+
+test-kernels: setup
+	@tools/triton_env.sh var/triton
+	PYTHONPATH=src:. var/triton/bin/python -m pytest -q -p no:cacheprovider -m triton tests/gpu
+
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=adapters/deskfleet-vllm/src:adapters/deskfleet-sglang/src $(BIN)/lint-imports
 	$(BIN)/python tools/gen_docs.py --check
 	$(BIN)/python tools/check_changelog.py
 

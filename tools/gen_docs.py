@@ -260,6 +260,7 @@ def fleet_file_page() -> str:
         ("[engine]", fleetfile.EngineTable),
         ("[wishes]", fleetfile.WishesTable),
         ("[gateway]", fleetfile.GatewayTable),
+        ("[restart]", fleetfile.RestartTable),
     )
     parts = [
         "# fleet.toml\n",

@@ -242,7 +242,8 @@ def check_port(host: str, port: int) -> None:
                 reason = f"port {port} of {host} is in use"
             else:
                 reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            raise DeskfleetError(reason, hint="choose another --port, or 0 for any free one") from error
+            hint = "choose another port: --port, or port under [gateway] in fleet.toml; 0 takes any free one"
+            raise DeskfleetError(reason, hint=hint) from error
 
 
 class ServerThread:

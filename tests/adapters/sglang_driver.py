@@ -79,6 +79,7 @@ from deskfleet_engram.host import source_sha256  # noqa: E402
 from deskfleet_engram.source import open_source  # noqa: E402
 from deskfleet_sglang import contract, cuda  # noqa: E402
 
+IMAGE = 9
 torch.set_num_threads(1)  # children are forked
 SOURCE = open_source(MODEL)
 CONFIG = json.loads((MODEL / "config.json").read_text())
@@ -101,12 +102,15 @@ def tensor_of(span: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(*span.shape).view(dtype)
 
 
-def make_embeddings(spoilt: str | None = None) -> list[Any]:
-    """The tables of both layers, loaded as SGLang loads them."""
+def make_embeddings(spoilt: str | None = None, *, is_dummy: bool = False) -> list[Any]:
+    """The tables of both layers, loaded as SGLang loads them, or filled as it fills what is not loaded."""
     made = []
     for position, table in enumerate(SOURCE.tables):
         bounds = tuple(LAYOUT.column_bounds(position))
         embedding = E.EngramEmbedding(table.num_rows, LAYOUT.head_dim, table.layer, column_bounds=bounds)
+        if is_dummy:
+            made.append(embedding)
+            continue
         weight = tensor_of(table.weight, torch.float8_e4m3fn)
         if spoilt == "weights":
             weight.view(torch.uint8)[:] ^= 1
@@ -114,6 +118,12 @@ def make_embeddings(spoilt: str | None = None) -> list[Any]:
         embedding.scale.weight_loader(embedding.scale, tensor_of(table.scale, torch.float8_e8m0fnu))
         embedding.finish_load(f"layer {table.layer}")
         made.append(embedding)
+    if is_dummy:
+        from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+
+        model = torch.nn.Sequential(*made, torch.nn.Linear(2, 2))
+        initialize_dummy_weights(model)
+        assert len(model.state_dict()) == 2, list(model.state_dict())
     return made
 
 
@@ -218,8 +228,12 @@ def look_up(embeddings: list[Any]) -> dict[str, Any]:
 
 
 def prefetch(embeddings: list[Any], manager: Any, hasher: Any) -> dict[str, Any]:
-    """Two prompts, one of them a later chunk: their rows are asked for, then looked up."""
+    """Two prompts, one of them a later chunk: their rows are asked for, then looked up. SGLang's own has an image, at
+    whose positions it has numbers past the vocabulary."""
     prompts, starts, lengths = [[5, 17, 99, 3, 250, 7, 7, 8], [11, 12, 13]], [5, 0], [3, 3]
+    if hasattr(hasher, "image_token_id"):
+        hasher.image_token_id = IMAGE
+        prompts[0][4] = prompts[1][1] = E.MM_PAD_SHIFT_VALUE + 17
     mode = SimpleNamespace(is_extend_without_speculative=lambda: True, is_prebuilt=lambda: False)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -230,14 +244,13 @@ def prefetch(embeddings: list[Any], manager: Any, hasher: Any) -> dict[str, Any]
     )
     manager.prepare_for_forward(batch, chunked_req=None)
     adapter = E._HostTable.opener
-    for ticket in adapter._prefetcher._tickets:
-        ticket.wait()
+    adapter._prefetcher.wait()
     before = adapter._rows.counters()["num_reads"]
     windows = engram_staging.EngramRowStager._windows(SimpleNamespace(hasher=hasher), batch)
     ids = hasher.hash_windows(*windows)[0]
     rows = {f"rows{k}": bits(e._owned_rows(ids[:, k])) for k, e in enumerate(embeddings)}
     reads = np.array([before, adapter._rows.counters()["num_reads"]])
-    return {**rows, "ids": ids.numpy(), "reads": reads}
+    return {**rows, "ids": ids.numpy(), "reads": reads, "token_map": hasher.token_map.numpy()}
 
 
 def fail_quietly() -> dict[str, Any]:
@@ -279,7 +292,7 @@ def act(scenario: dict[str, Any]) -> dict[str, Any]:
     if spoilt == "replaced later":
         E._HostTable = STOCK[0]
         torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0)
-    embeddings, hasher = make_embeddings(spoilt), make_hasher()
+    embeddings, hasher = make_embeddings(spoilt, is_dummy=do == "dummy"), make_hasher()
     if spoilt == "hashing":
         hasher.multipliers = hasher.multipliers + 2
     if spoilt == "tokenizer":

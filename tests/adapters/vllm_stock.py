@@ -25,12 +25,15 @@ from vllm.model_executor.model_loader.weight_utils import (
 )
 from vllm.plugins import load_general_plugins
 
-from deskfleet_engram.host import ContractError
+from deskfleet_engram.host import ContractError, HostRows
 from deskfleet_engram.host_split import write_split
+from deskfleet_engram.source import open_source
 
 load_general_plugins()  # before the module is there, as in a worker
 OPEN_RANK: Any = importlib.import_module("deskfleet_vllm.__main__").open_rank
 E: Any = importlib.import_module("vllm.models.deepseek_v41.common.engram")
+PROMPTS: Any = importlib.import_module("deskfleet_vllm.prompts")
+STATES: Any = importlib.import_module("vllm.models.deepseek_v41.nvidia.model_state")
 MODEL: Any = importlib.import_module("vllm.models.deepseek_v41").DeepseekV41ForCausalLM
 
 TOKENS = (1, 2, 5, 17)
@@ -88,6 +91,67 @@ def outputs(table: Any, ids: torch.Tensor) -> tuple[bytes, bytes]:
     return bf16.view(torch.int16).numpy().tobytes(), packed.numpy().tobytes()
 
 
+def portable_rows(rows: HostRows, layer: int, table: Any, ids: torch.Tensor) -> bytes:
+    """Packed rows of this rank's columns, by the portable store, and zeros for what is not its own."""
+    own = np.full((len(ids), table.part_n_hash_cols), -1, np.int64)
+    local = ids.numpy()[:, table.head_start : table.head_start + table.part_n_hash_cols]
+    own[:, : local.shape[1]] = rows.tables[layer].own_ids(local)
+    found = rows.tables[layer].rows(own)
+    found[own == -1] = 0
+    return found.tobytes()
+
+
+def hashes_ahead(checkpoint: Path, layout: Any) -> int:
+    """Compare the ids that are hashed on the host before a step with those of vLLM's kernel in it; return how many.
+
+    Two requests in changing order, in chunks, with images in the middle, at the begin and across chunks.
+    """
+    geometry = open_source(checkpoint).geometry
+    size, image = geometry.spec.compressed_vocab_size, PROMPT_IMAGE
+    random = np.random.default_rng(7)
+    token_map = random.integers(0, size, 600)
+    state = E.NgramHashState.__new__(E.NgramHashState)
+    torch.nn.Module.__init__(state)
+    state.token_map, state.pad_id, state.use_slot_cache = torch.tensor(token_map, dtype=torch.int32), 5, False
+    state.primes, state.offsets = torch.tensor(layout.primes), layout.offsets
+    state.multipliers = E.compute_hash_multipliers(layout.layer_ids, layout.max_ngram_size, size)
+    state.block_size, depth = 64, layout.max_ngram_size - 1
+    host = PROMPTS.Hashing(geometry, token_map, 5, image)
+    prompts = [random.integers(0, 600, 40).astype(np.int32), random.integers(0, 600, 33).astype(np.int32)]
+    for prompt in prompts:
+        prompt[prompt == image] += 1
+    prompts[0][7:15] = prompts[1][0:2] = prompts[1][31] = image
+    compared = 0
+    for step in ([(0, 0, 9)], [(1, 0, 10), (0, 9, 12)], [(0, 12, 40), (1, 10, 11)], [(1, 11, 33)]):
+        tokens = np.concatenate([prompts[slot][begin:end] for slot, begin, end in step])
+        positions = np.concatenate([np.arange(begin, end) for _, begin, end in step])
+        window = np.full((len(step), depth), -1, np.int32)
+        for row, (slot, begin, _) in enumerate(step):
+            before = prompts[slot][max(0, begin - depth) : begin][::-1]
+            window[row, : len(before)] = before
+        starts = np.cumsum([0, *(end - begin for _, begin, end in step)]).astype(np.int32)
+        given = [torch.from_numpy(each) for each in (tokens, positions, starts, tokens == image, window)]
+        found = state(*given, torch.from_numpy(window == image), None, None).numpy()
+        wanted = np.concatenate([host.ids(prompts[slot], begin, end) for slot, begin, end in step])
+        np.testing.assert_array_equal(found, wanted)
+        compared += found.size
+    return compared
+
+
+def states_are_told(checkpoint: Path, pack: Path, work: Path, layout: Any) -> list[str]:
+    """The model state that vLLM's model names, with the plug-in, as a chain of classes."""
+    patch(0, 1)
+    told = {"pack": str(pack), "store": "staged", "receipts": str(work / "receipts-state")}
+    E.get_current_vllm_config = lambda: config_of(checkpoint, {"deskfleet_engram": told})
+    E.Engram._create_embedding(None, layout, 0)
+    named = types.SimpleNamespace(get_model_state_cls=lambda: STATES.DeepseekV41ModelState)
+    state = MODEL.get_model_state_cls(types.SimpleNamespace(language_model=named))
+    return [each.__name__ for each in state.__mro__[:2]]
+
+
+PROMPT_IMAGE = 77
+
+
 def main(checkpoint: Path, pack: Path, work: Path) -> None:
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
     layout = E.EngramLayout(types.SimpleNamespace(**text))
@@ -106,7 +170,15 @@ def main(checkpoint: Path, pack: Path, work: Path) -> None:
             with OPEN_RANK(pack, checkpoint, rank, world_size) as rows:
                 for table in rows.tables.values():
                     write_split(table, rows.manifest.identity.sha256.hex(), split)
-            for index in range(len(layout.layer_ids)):
+            portable = HostRows.open(
+                pack,
+                checkpoint,
+                rank=rank,
+                world_size=world_size,
+                columns=rows.columns,
+                backend="portable",
+            )
+            for index, layer in enumerate(layout.layer_ids):
                 stock = stock_table(layout, index, tensors)
                 ours = []
                 for store in ("staged", "mapped"):
@@ -131,6 +203,7 @@ def main(checkpoint: Path, pack: Path, work: Path) -> None:
                 for tokens in (*TOKENS, most):
                     ids = ids_for(stock, tokens, random)
                     wanted = outputs(stock, ids)
+                    assert portable_rows(portable, layer, stock, ids) == wanted[1], (world_size, rank, layer)
                     for made in ours:
                         assert outputs(made, ids) == wanted, (world_size, rank, index, tokens, made.peer_rows)
                         compared += 1
@@ -142,6 +215,8 @@ def main(checkpoint: Path, pack: Path, work: Path) -> None:
                 "compared": compared,
                 "parameter_bytes": sorted(parameter_bytes),
                 "refused": refused_drift(checkpoint, pack, work, layout),
+                "hashes_ahead": hashes_ahead(checkpoint, layout),
+                "states": states_are_told(checkpoint, pack, work, layout),
                 "opened_at_load": opened_at_load(checkpoint, work),
                 "is_stock_without_config": is_stock_without_config(checkpoint, layout),
             }

@@ -62,7 +62,7 @@ class Endpoint:
         self.log: list[Answer] = []
         self.url = ""
         self.num_generated = self.num_prompt = self.num_cached = self.num_finished = 0
-        self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.num_steps = self.num_drafted = self.num_accepted = self.num_running = 0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**28)
@@ -91,6 +91,7 @@ class Endpoint:
         label = '{engine="0",model_name="scripted"}'
         counts = {
             "vllm:generation_tokens_total": self.num_generated,
+            "vllm:num_requests_running": self.num_running,
             "vllm:prompt_tokens_total": self.num_prompt,
             "vllm:prefix_cache_hits_total": self.num_cached,
             "vllm:request_success_total": self.num_finished,
@@ -108,6 +109,7 @@ class Endpoint:
         self.log.append(answer)
         if how.fail(number):
             return web.json_response({"error": {"message": "no such luck"}}, status=400)
+        self.num_running += 1
         num_prompt = how.seen_tokens(-(-sum(len(m["content"]) for m in body["messages"]) // 4))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -128,6 +130,7 @@ class Endpoint:
             step = index // how.tokens_per_event + 1
             await asyncio.sleep(max(0.0, began + step * how.step_s - time.monotonic()))
         await self._end(response, how, num_prompt, limit, asked)
+        self.num_running -= 1
         return response
 
     async def _end(

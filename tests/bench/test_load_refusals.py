@@ -56,8 +56,9 @@ def kinds(result: LoadResult) -> tuple[set[str], set[str]]:
             "overloaded",
             "3 requests were open",
         ),
+        (Behaviour(tokens_per_event=48), {}, "all-at-once", "1 of 1, e.g. 48 tokens"),
     ],
-    ids=["chunks-as-tokens", "inflated-usage", "cached", "truncated", "failed", "overloaded"],
+    ids=["chunks-as-tokens", "inflated-usage", "cached", "truncated", "failed", "overloaded", "held-back"],
 )
 def test_a_number_that_is_not_what_it_is_called_is_in_no_table(
     behaviour: Behaviour, settings: dict[str, Any], kind: str, told: str
@@ -181,7 +182,14 @@ def test_others_on_the_server_are_told_from_wrong_usage() -> None:
     from deskfleet.bench.load.record import Batch, ServerCount, Setup, Stream
 
     stream = Stream(
-        case="prose", due_s=0, sent_s=0, first_s=0.1, finish_s=1, num_completion_tokens=50, max_tokens=50
+        case="prose",
+        due_s=0,
+        sent_s=0,
+        first_s=0.1,
+        finish_s=1,
+        num_completion_tokens=50,
+        max_tokens=50,
+        gaps_s=(0.02,),
     )
     batch = Batch(setup=Setup(part="decode", case="prose"), round=1, wall_s=1, streams=(stream,))
 

@@ -5,21 +5,27 @@ Made traces have known totals; the recorded one is of two ranks of the native en
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from deskfleet.bench.load.server_process import running_server
 from deskfleet.bench.trace.budget import flatten, kernel_table, mean_budget, step_budgets
 from deskfleet.bench.trace.categories import CATEGORIES, category_of
 from deskfleet.bench.trace.page import Profile, as_json, as_svg
 from deskfleet.bench.trace.ranks import collective_rows, rank_waits
 from deskfleet.bench.trace.read import Event, read_trace, read_traces
+from deskfleet.client import Client
 from deskfleet.errors import ConfigError
 
 COMMAND = (sys.executable, "-c", "import sys; from deskfleet.cli import main; sys.exit(main())")
@@ -91,14 +97,15 @@ def test_a_cpu_step_is_of_the_innermost_operator_and_pythons_time_is_idle(tmp_pa
         event("c10d::allreduce_", 600, 20, cat="cpu_op", tid=1),
         event("gloo:all_reduce", 610, 190, cat="user_annotation", tid=2),
         event("aten::add", 790, 30, cat="cpu_op", tid=1),
+        event("aten::copy_", 700, 20, cat="cpu_op", tid=1),
     ]
     trace = read_trace(write(tmp_path / "rank-1.json", events))
     assert (trace.rank, trace.is_of_device, trace.main_lane) == (1, False, "1")
     (budget,) = step_budgets(trace)
     assert {name: round(1e6 * value) for name, value in budget.by_category.items()} == {
         "matrix products": 350,
-        "copies": 50,
-        "collectives": 190,  # 600 to 790: until the next operator runs beside it
+        "copies": 70,
+        "collectives": 170,  # 600 to 790: until the next operator runs beside it, and but for a copy meanwhile
         "norms and elementwise": 30,
         "idle": 380,
     }
@@ -233,3 +240,86 @@ def test_the_engine_leaves_a_trace_of_every_rank(tmp_path: Path) -> None:
         for budget in step_budgets(trace):
             assert sum(budget.by_category.values()) == pytest.approx(budget.wall_s, rel=0.01)
     assert all(wait.peers_s is not None and wait.engram_s > 0 for wait in rank_waits(traces))
+
+
+def moments(path: Path, name: str, num_moments: int) -> Counter[str]:
+    """Whose each of many moments of a step is, read off the file itself: no events are joined, cut or added up."""
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    events = [
+        e for e in document["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation") and "dur" in e
+    ]
+    (own,) = [e for e in events if e["name"] == name]
+    events = [e for e in events if not e["name"].startswith("ProfilerStep")]
+    begins, ends = (
+        np.array(values) for values in zip(*((e["ts"], e["ts"] + e["dur"]) for e in events), strict=True)
+    )
+    found: Counter[str] = Counter()
+    for number in range(num_moments):
+        at_us = own["ts"] + own["dur"] * (number + 0.5) / num_moments
+        running = [events[index] for index in np.flatnonzero((begins <= at_us) & (at_us < ends))]
+        main = [e for e in running if e["tid"] == own["tid"]]
+        beside = [e for e in running if category_of(e["name"]) == "collectives"]
+        if main:
+            found[category_of(max(main, key=lambda e: (e["ts"], -e["dur"]))["name"])] += 1
+        else:
+            found["collectives" if beside else "idle"] += 1
+    return found
+
+
+@pytest.mark.slow  # three ranks load a model; their traces are read a second time, moment by moment
+def test_three_ranks_of_a_server_leave_traces_that_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Path(__file__).parents[1] / "golden" / "v41-tiny" / "model"
+    monkeypatch.setenv("DESKFLEET_TRACE_DIR", str(tmp_path))
+    paths = [tmp_path / f"rank-{rank}.json.gz" for rank in range(3)]
+    argv = [
+        *COMMAND,
+        "serve",
+        str(checkpoint),
+        "--tp",
+        "3",
+        "--threads-per-rank",
+        "1",
+        "--port",
+        "0",
+        "--json",
+    ]
+    with running_server(argv) as server:
+        asyncio.run(write_on(server["url"], until=lambda: all(path.exists() for path in paths)))
+    done = subprocess.run(
+        [*COMMAND, "profile", str(tmp_path), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads(done.stdout)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2]
+    whole_ms = [sum(step["wall_ms"] for step in rank["steps"]) for rank in ranks]
+    assert whole_ms == pytest.approx([whole_ms[0]] * 3, rel=0.05), "they go in step, each by its own clock"
+    for path, rank in zip(paths, ranks, strict=True):
+        assert len(rank["steps"]) == 8
+        for step in rank["steps"]:
+            assert step["sum_ms"] == pytest.approx(step["wall_ms"], rel=0.01)
+        assert rank["by_category_ms"]["collectives"] > 0
+        assert rank["by_category_ms"]["Engram rows"] > 0
+        last = rank["steps"][-1]
+        counted = moments(path, last["name"], 4000)
+        assert sum(counted.values()) == 4000
+        for category in {*counted, *last["by_category_ms"]}:
+            share = last["by_category_ms"].get(category, 0.0) / last["wall_ms"]
+            assert share == pytest.approx(counted[category] / 4000, abs=0.01), category
+
+
+async def write_on(url: str, *, until: Callable[[], bool]) -> None:
+    """Have answers written, one after the other, until `until`; a trace is left while the server runs."""
+    async with Client(url) as client:
+        model = await client.model_id()
+        for number in range(20):
+            message = {"role": "user", "content": f"Go on from {number}."}
+            await client.ask({"model": model, "messages": [message], "max_tokens": 24, "ignore_eos": True})
+            if until():
+                return
+    pytest.fail("no trace was left")

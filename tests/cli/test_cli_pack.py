@@ -76,6 +76,24 @@ def test_ranks_are_added_one_after_another(call: Callable[..., Done], tmp_path: 
     assert "0 columns to pack, 12 there; 0 bytes needed" in again.out
 
 
+@pytest.mark.parametrize(
+    ("engine", "columns"), [("native", (1, 4, 7, 10)), ("vllm", (4, 5, 6, 7)), ("sglang", (4, 5, 6, 7))]
+)
+def test_a_rank_reads_what_its_engine_says(
+    call: Callable[..., Done], tmp_path: Path, engine: str, columns: tuple[int, ...]
+) -> None:
+    """Another rank's rows give fluent nonsense, so the columns stand here as the engines' sources have them."""
+    target = tmp_path / "pack"
+    share = ("--rank", "1", "--world-size", "3", "--engine", engine)
+    assert call("pack", CHECKPOINT, target, *share, "--layers", "4", "--json").code == 0
+    assert sorted(target.glob("L*/*")) == [target / "L04" / f"c{column:02}.egp" for column in columns]
+    none = call("pack", CHECKPOINT, tmp_path / "none", "--rank", "4", "--world-size", "5", "--engine", engine)
+    assert none.code == (2 if engine == "vllm" else 0), none.err
+    shards = call("pack", CHECKPOINT, tmp_path / "shards", "--engine", "exl3")
+    assert shards.code == 2
+    assert "exl3 reads the published shards" in shards.err
+
+
 def test_the_package_says_the_same(
     call: Callable[..., Done], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,7 +199,7 @@ def test_a_taken_port_is_refused_before_loading() -> None:
     assert (done.code, done.out) == (3, "")
     assert done.err.splitlines() == [
         f"error: port {port} of 127.0.0.1 is in use",
-        "hint: choose another --port, or 0 for any free one",
+        "hint: choose another port: --port, or port under [gateway] in fleet.toml; 0 takes any free one",
     ]
 
 

@@ -52,6 +52,7 @@ def test_all_instruction_sets_give_the_written_bits(tmp_path: Path) -> None:
     lines = _run([str(tmp_path / "ops_test")]).splitlines()
     assert lines
     assert all(re.fullmatch(r"\w+: [0-9a-f]{16}", line) for line in lines)
+    assert _run([str(tmp_path / "group_test")]) == "group: well\n"
 
 
 def _run(command: list[str]) -> str:

@@ -322,13 +322,17 @@ def test_identities_tell_checkpoints_apart_and_copies_not(tmp_path: Path) -> Non
 
 def test_the_first_difference_between_ranks_is_named_with_both_values() -> None:
     one = messages.Receipt(
-        0, "a", 1, "0.1", "2.9", "3.11", "c", "s", "t", "auto", "native", "avx2", "pack", "r", "m0"
+        *(0, "a", 1, "0.1", "2.9", "3.11", "c", "s", "t", "auto", "native", "avx2", "pack", "r", "m0"),
+        *("shared memory", "shared memory", "ranks of one machine"),
     )
     two = msgspec.structs.replace(one, rank=1, node="b", pid=2, operators_detail="neon", engram_manifest="m1")
     assert disagreement({0: one, 1: two}) is None, "instruction sets and shares of a pack may differ"
     other = msgspec.structs.replace(two, rank=2, node="c", operators="reference", engram_rows=None)
     assert disagreement({2: other, 0: one, 1: two}) == (
         "the ranks disagree about operators: rank 0 on a has native, rank 2 on c has reference"
+    )
+    assert disagreement({0: one, 1: msgspec.structs.replace(two, collectives="gloo")}) == (
+        "the ranks disagree about collectives: rank 0 on a has shared memory, rank 1 on b has gloo"
     )
     assert disagreement({0: one, 2: msgspec.structs.replace(other, operators="native")}) == (
         "the ranks disagree about engram_rows: rank 0 on a has r, rank 2 on c has none"

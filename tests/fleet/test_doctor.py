@@ -95,6 +95,25 @@ def test_a_sound_fleet_is_green(source: FleetSource) -> None:
     assert said["interface"].startswith("enp1s0f1np1 with 10.0.22.2; its name leads to 127.0.1.1")
 
 
+def test_memory_is_held_against_what_a_rank_adds_to_the_system(source: FleetSource) -> None:
+    """What the plan counts on as free is enough for the largest plan that fits, to the byte."""
+    plan = plan_fleet(source).best
+    budget, node = plan.budgets[1], plan.cluster.nodes[1]
+    spare_bytes = budget.margin_bytes
+    assert spare_bytes >= 0
+
+    def verdict(available_bytes: int) -> str:
+        memory = sound(2).memory
+        assert memory is not None
+        left = msgspec.structs.replace(memory, available_bytes=available_bytes)
+        facts = {"spark-1": sound(1), "spark-2": msgspec.structs.replace(sound(2), memory=left)}
+        found = examine(source.spec, facts, plan)
+        return next(each.verdict for each in found if (each.node, each.check) == ("spark-2", "memory"))
+
+    assert verdict(node.available_bytes - spare_bytes) == "pass"
+    assert verdict(node.available_bytes - spare_bytes - 1) == "fail"
+
+
 RDMA = "sys/class/infiniband"
 NVIDIA_SMI = "0, NVIDIA GB10, {driver}, [N/A], [N/A], 12.1, {clock}, 3003, {mask}, 41, 9A.0B.12.00.01"
 CONTAINER = '{{"Names":"{name}","Image":"{image}","State":"{state}","Status":"Up","Labels":"{labels}"}}'
@@ -491,7 +510,8 @@ def test_the_command_over_ssh(tmp_path: Path, two: tuple[Sshd, Sshd]) -> None:
     verdicts = [each["verdict"] for each in told["findings"]]
     assert verdicts == sorted(verdicts, key=("fail", "warn", "skip", "pass").index), "the worst first"
     found = {(each["node"], each["check"]): each for each in told["findings"]}
-    assert len(found) == 2 * len(CHECKS)
+    assert len(found) == 2 * len(CHECKS) + 1
+    assert "8000" in found["this machine", "ports"]["measured"], "no node is the machine where this is typed"
     for node in ("n1", "n2"):
         assert found[node, "ssh"]["verdict"] == "pass"
         assert found[node, "clock"]["verdict"] == "pass"

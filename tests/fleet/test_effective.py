@@ -17,6 +17,7 @@ from deskfleet.planner.fleetfile import (
     EngineTable,
     GatewayTable,
     NodeTable,
+    RestartTable,
     WishesTable,
 )
 from tests.fleet.fleet_texts import FULL, changed, write
@@ -68,6 +69,7 @@ def test_nothing_of_the_file_is_left_out(tmp_path: Path) -> None:
         ("engine", EngineTable),
         ("wishes", WishesTable),
         ("gateway", GatewayTable),
+        ("restart", RestartTable),
     ):
         expected |= {f"{table}.{name}" for name in model.model_fields if name != "env"}
     assert expected <= keys

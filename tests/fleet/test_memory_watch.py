@@ -16,6 +16,7 @@ from bed import Bed
 
 from deskfleet.errors import DeskfleetError
 from deskfleet.fleet.memory import (
+    SAMPLE_EVERY_S,
     Action,
     Floors,
     MemoryLow,
@@ -33,7 +34,7 @@ from deskfleet.fleet.probe import read_script
 from deskfleet.fleet.remote import Remote, RemoteFailed, Remotes
 from deskfleet.fleet.spec import NodePaths, NodeSpec
 from deskfleet.planner.budget import Floor
-from deskfleet.planner.cluster import SPARK, Node
+from deskfleet.planner.cluster import H200, SPARK, Node
 from deskfleet.planner.plan import UNIFIED_FLOOR
 
 GIB = 1 << 30
@@ -208,6 +209,7 @@ def test_floors_of_a_plan() -> None:
     """A plan that rests exactly on its floor lets requests in."""
     floors = floors_of(UNIFIED_FLOOR, SPARK.total_bytes)
     assert floors_of_nodes([Node("a", SPARK, SPARK.available_bytes)]) == {"a": floors}
+    assert floors_of_nodes([Node("a", H200, H200.available_bytes)])["a"].free_bytes == 0
     assert floors.resume_bytes == UNIFIED_FLOOR.rest_bytes
     assert floors.free_bytes == 8 * GIB
     assert floors.stop_bytes == GIB < floors.abort_bytes < floors.admission_bytes < floors.resume_bytes
@@ -232,6 +234,7 @@ async def watched(
     actions: list[Action],
     errors: list[DeskfleetError],
     timeout_s: float = 20.0,
+    every_s: float = SAMPLE_EVERY_S,
 ) -> None:
     """Watch until `wanted` things happened."""
     happened = asyncio.Semaphore(0)
@@ -244,7 +247,7 @@ async def watched(
         errors.append(error)
         happened.release()
 
-    task = asyncio.create_task(watch_memory(remote, guard, lambda: phase, act, lost))
+    task = asyncio.create_task(watch_memory(remote, guard, lambda: phase, act, lost, every_s=every_s))
     try:
         async with asyncio.timeout(timeout_s):
             for _ in range(wanted):
@@ -279,13 +282,14 @@ def test_this_machine_is_watched(tmp_path: Path) -> None:
             2,
             actions=actions,
             errors=errors,
+            every_s=0.0987,  # others may watch this machine too
         )
     )
     assert [action.kind for action in actions] == ["stop_admission", "stop_ranks"]
     assert not errors
     mark = read_script("meminfo.sh")[:40]
-    running = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
-    assert not [words for words in running if mark in words]
+    running = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    assert not [words for words in running if words[-1:] == ["0.0987"] and mark in " ".join(words)]
 
 
 def test_all_that_is_done_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

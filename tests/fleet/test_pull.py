@@ -141,8 +141,13 @@ def test_whole_checkpoint_in_parallel_ranges_and_again_without_network(
     num_asked = len(origin.asked)
     again = done(directory, origin)
     assert (again["num_fetched"], again["num_kept"], again["num_hashed"]) == (0, 8, 0)
-    hashed = done(directory, origin, verify=True)
-    assert (hashed["num_fetched"], hashed["num_hashed"]) == (0, 8)
+    code, events = pull(directory, origin, verify=True)
+    hashed = events[-1]
+    assert (code, hashed["num_fetched"], hashed["num_hashed"]) == (0, 0, 8)
+    checking = [event for event in events if event.get("doing") == "checking"][-1]
+    assert (checking["done_bytes"], checking["done_files"]) == (hashed["total_bytes"], 8), (
+        "the end is told too"
+    )
     assert len(origin.asked) == num_asked, "a complete checkpoint of a pinned revision asks nobody"
 
 

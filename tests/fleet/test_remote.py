@@ -10,13 +10,14 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from real_sshd import SSHD, WHY_NOT, Sshd, make_key, ssh_wrapper
+from real_sshd import SSH, SSHD, WHY_NOT, Sshd, make_key, ssh_wrapper
 
 from deskfleet.errors import ConfigError, DeskfleetError
 from deskfleet.fleet.remote import NodeUnreachable, Remote, RemoteFailed, Remotes
@@ -149,6 +150,66 @@ async def test_a_caller_that_is_killed_leaves_no_process(sshd: Sshd) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert gone(mark), running(mark)
+
+
+async def test_what_a_killed_caller_leaves_is_removed_by_the_next(sshd: Sshd, tmp_path: Path) -> None:
+    """Its connection ends, its directory goes; that of one that lives is not touched, nor is one made just now."""
+    program = (
+        "import asyncio\n"
+        "from deskfleet.fleet.remote import Remotes\n"
+        "from deskfleet.fleet.spec import NodePaths, NodeSpec\n"
+        f"node = NodeSpec('a', '127.0.0.1', None, {sshd.port}, {str(sshd.identity)!r}, (), 'spark', None,"
+        " NodePaths('/a', '/b', '/c'))\n"
+        "async def main():\n"
+        "    async with Remotes([node]) as remotes:\n"
+        "        await remotes['a'].run('true')\n"
+        "        print(remotes['a']._control_path, flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path must be short
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+
+    def start() -> tuple[subprocess.Popen[str], Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    processes = []
+    try:
+        for _ in range(3):
+            processes.append(start())
+        (killed, left), (alive, used), (recent, fresh) = processes
+        for process in (killed, recent):
+            process.kill()
+            process.wait()
+        for path in (left, used):
+            os.utime(path.parent, (1e9, 1e9))
+        other = temporary / "deskfleet-ssh-other"
+        other.symlink_to(tmp_path)
+        process, _ = start()
+        processes.append((process, left))
+        assert not left.parent.exists()
+        assert gone(str(left)), running(str(left))
+        assert used.is_socket()
+        assert running(str(used))
+        assert alive.poll() is None
+        assert fresh.parent.exists()
+        assert other.is_symlink()
+    finally:
+        for process, path in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+            subprocess.run(
+                [SSH or "ssh", "-F", "none", "-o", f"ControlPath={path}", "-O", "exit", "nobody"],
+                check=False,
+                capture_output=True,
+            )
+        shutil.rmtree(temporary)
 
 
 async def test_lines_come_as_they_are_written_and_a_bad_end_is_told(sshd: Sshd) -> None:

@@ -61,8 +61,8 @@ def containers(made: Bed) -> dict[str, str]:
 
 @pytest.fixture
 def two(pair: Bed) -> Iterator[Bed]:
-    """Two nodes and nothing that runs on them, before and after."""
-    pair.desk.write(FILE, pair.fleet_toml(checkpoint={"model": "pocket"}))
+    """Two nodes and nothing that runs on them, before and after. Nothing is started again: see test_restart_bed.py."""
+    pair.desk.write(FILE, pair.fleet_toml(checkpoint={"model": "pocket"}, restart={"backoff_s": []}))
     yield pair
     for node in pair.nodes:
         node.mend()

@@ -16,7 +16,22 @@ from launch_cases import CASES
 
 from deskfleet.fleet.launch import LaunchSpec, Milestone, Receipt
 from deskfleet.fleet.readiness import LoadReadiness, LogReadiness
-from deskfleet.fleet.state import KEPT_LAUNCHES, Busy, FleetState
+from deskfleet.fleet.remote import Remotes
+from deskfleet.fleet.spec import read_spec
+from deskfleet.fleet.state import KEPT_LAUNCHES, Busy, FleetState, Record
+from deskfleet.fleet.status import see_status
+from deskfleet.fleet.up import new_launch_id
+
+FILE = """
+name = "desk"
+checkpoint = { model = "pocket" }
+engine = { name = "native", image = "x@sha256:%s" }
+[[nodes]]
+name = "here"
+address = "local"
+kind = "local"
+paths = { checkpoint = "/c", engram = "/e", cache = "/k" }
+""" % ("0" * 64)
 
 _HOLD = """
 import os, sys, time
@@ -53,6 +68,7 @@ def test_one_acts_at_a_time_and_a_dead_one_holds_nothing(tmp_path: Path) -> None
             pass
         assert f"being changed: deskfleet fleet serve, process {other.pid}, since 20" in busy.value.message
         assert busy.value.exit_code == 3
+        assert (state.actor() or "").startswith(f"deskfleet fleet serve, process {other.pid}, since 20")
         other.send_signal(signal.SIGKILL)
         other.wait()
         with state.acting("deskfleet fleet stop") as lock:
@@ -65,7 +81,52 @@ def test_one_acts_at_a_time_and_a_dead_one_holds_nothing(tmp_path: Path) -> None
         child.kill()
         child.wait()
     with state.acting("deskfleet fleet serve"):
+        assert state.actor() is None, "who asks knows of itself"
         assert (tmp_path / "deskfleet/desk").stat().st_mode & 0o077 == 0
+
+
+async def test_a_launch_whose_supervisor_says_nothing_yet_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Python takes seconds to import, and the record is still that of the launch before."""
+    (tmp_path / "docker").write_text("#!/bin/sh\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "fleet.toml").write_text(FILE)
+    spec = read_spec(tmp_path / "fleet.toml")
+    state = FleetState("desk", {"XDG_STATE_HOME": str(tmp_path)})
+
+    async def seen() -> tuple[str, int, tuple[str, ...]]:
+        async with Remotes(spec.nodes) as remotes:
+            found = await see_status(spec, state, remotes)
+        return found.verdict, found.exit_code, found.reasons
+
+    (tmp_path / "deskfleet/desk").mkdir(parents=True)
+    state.write_record(
+        Record(
+            launch_id="1", pid=1, phase="failed", started_at="", changed_at="", fleet_file="", digest="",
+            reason="rank 0 is gone",
+        )
+    )  # fmt: skip
+    failed = "the last launch failed: rank 0 is gone"
+    assert await seen() == ("down", 1, (failed,))
+    for actor, verdict, num_reasons in (
+        ("launch 20261130-232413-123456", "starting", 1),
+        ("deskfleet fleet serve", "starting", 1),
+        ("deskfleet fleet stop", "down", 2),
+    ):
+        with holder(tmp_path, "acting", actor):
+            is_now, code, reasons = await seen()
+        assert (is_now, code, len(reasons)) == (verdict, 1, num_reasons)
+        assert reasons[0].startswith(f"being changed: {actor}, process ")
+    with state.acting("deskfleet fleet serve"):
+        assert await seen() == ("down", 1, (failed,))
+
+
+def test_ids_of_launches_sort_by_time(tmp_path: Path) -> None:
+    ids = [new_launch_id() for _ in range(100)]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == len(ids)
 
 
 def test_the_supervisor_is_who_lives_not_who_is_written_down(tmp_path: Path) -> None:

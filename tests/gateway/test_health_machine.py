@@ -379,6 +379,29 @@ def test_an_observer_that_slept_draws_no_conclusions() -> None:
     assert fleet.run(10, steps=1) == {"busy"}
 
 
+def test_time_that_the_observer_slept_does_not_make_a_stuck_engine_a_dead_one() -> None:
+    fleet = Fleet()
+    fleet.canary_error = lambda: "no token within 10 s"
+    fleet.works()
+    fleet.until("stuck", within=30)
+    fleet.now_s += 3600
+    actions = [fleet.tick().action for _ in range(121)]
+    assert actions == [*["none"] * 120, "abandon"]
+
+
+def test_an_engine_elsewhere_that_may_come_back_is_given_up_too() -> None:
+    """Its router calls it dead; who can end it must be told, and is not when it comes back in time."""
+    fleet = Fleet()
+    fleet.run(5)
+    fleet.failure = "http://a:8000 does not answer"
+    assert {fleet.tick().action for _ in range(110)} == {"none"}
+    fleet.failure = None
+    fleet.run(10)
+    assert fleet.tick().state == "ready"
+    fleet.failure = "http://a:8000 does not answer"
+    assert [fleet.tick().action for _ in range(121)] == [*["none"] * 120, "abandon"]
+
+
 def test_loading_is_starting_and_takes_as_long_as_it_takes() -> None:
     fleet = Fleet()
     fleet.ranks = [RankHealth(rank, state="loading", heartbeat_age_s=30.0) for rank in range(3)]

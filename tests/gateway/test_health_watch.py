@@ -17,6 +17,7 @@ from chat_scripts import CHAT, HELLO, MODEL, ask, ask_streaming, ids, says, sett
 from deskfleet.endpoint import EngineHealth, GenerateRequest, RankHealth
 from deskfleet.errors import EngineError
 from deskfleet.gateway.app import serving
+from deskfleet.gateway.intake import Intake
 from deskfleet.gateway.observation import ObservationSettings
 from deskfleet.gateway.symptoms import HealthSettings
 from deskfleet.testing.scripted import Script, ScriptedEngine
@@ -241,6 +242,57 @@ async def test_below_the_memory_floor_requests_are_refused_and_running_ones_fini
         with pytest.raises(openai.InternalServerError, match="memory ran out"):
             await two[1]
         await asyncio.wait(two)
+
+
+async def test_somebody_who_watches_machines_closes_the_door_and_ends_prompts() -> None:
+    """Closed, it is refused at once and health says why; who runs goes on. Open again, all is as before."""
+    intake = Intake()
+
+    def script(request: GenerateRequest) -> Script:
+        if len(request.prompt_token_ids) > 20:
+            return Script(ids("a b c"), first_delay_s=3600.0)
+        return Script(ids("a b c d e f g h"), delay_s=0.05)
+
+    async with server(script, replace(QUICK, stall_s=None), intake=intake) as here:
+        assert not intake.end_largest_prefill("nothing is there")
+        running = asyncio.create_task(ask_streaming(here.client))
+        async with asyncio.timeout(5):
+            while here.engine.num_steps == 0:
+                await asyncio.sleep(0.005)
+        intake.close("node1: 1 GiB left")
+        with pytest.raises(openai.InternalServerError, match="are taken: node1: 1 GiB left") as raised:
+            await ask(here.client)
+        assert raised.value.code == "engine_failed"
+        status, body = await here.health_when("degraded")
+        assert (status, "no new requests are taken: node1" in body["reason"]) == (503, True)
+        assert (await running)[-1].choices[0].finish_reason == "stop"
+        intake.open()
+        assert (await here.health_when("ready"))[0] == 200
+
+        prompts = ["word " * 100, "word " * 200, "short"]
+        asked = [
+            asyncio.create_task(ask(here.client, messages=[{"role": "user", "content": prompt}]))
+            for prompt in prompts
+        ]
+        async with asyncio.timeout(5):
+            while here.engine.num_running < 3:
+                await asyncio.sleep(0.005)
+        await asked[2]
+        for number in (1, 0):  # the longest first
+            assert intake.end_largest_prefill("memory ran out")
+            with pytest.raises(openai.InternalServerError, match="memory ran out"):
+                await asyncio.wait_for(asked[number], 5)
+        assert not intake.end_largest_prefill("memory ran out")
+        last = asyncio.create_task(ask(here.client, messages=[{"role": "user", "content": prompts[0]}]))
+        async with asyncio.timeout(5):
+            while here.engine.num_running == 0:
+                await asyncio.sleep(0.005)
+        assert intake.end_all("the ranks are stopped") == 1
+        with pytest.raises(openai.InternalServerError, match="the ranks are stopped"):
+            await last
+        # What was ended from here says nothing against the engine.
+        assert (await here.health_when("ready"))[0] == 200
+    assert not intake.end_largest_prefill("nobody is there any more")
 
 
 async def test_a_client_that_does_not_read_is_not_an_engine_that_hangs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -508,11 +509,9 @@ def test_a_thousand_keys_cost_no_time() -> None:
         for n in range(1000):
             traffic.send(f"k{n}", f"key{n}", takes_s=0.001)
         await asyncio.sleep(0)
-        import time
-
-        start = time.perf_counter()
+        start_s = time.thread_time()
         await traffic.settle()
-        assert (time.perf_counter() - start) / 1000 < 2e-3
+        assert (time.thread_time() - start_s) / 1000 < 2e-3
         assert len(traffic.ended) == 1000
 
     simulate(main)

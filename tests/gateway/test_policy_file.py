@@ -185,6 +185,14 @@ def test_laying_over_is_merging_what_was_said(layers: list[dict[str, object]]) -
             "request_limits: there is no such setting",
             "known: ",
         ),
+        ("[health]\nsilent = 5", "p.toml:2: health.silent: there is no such setting", "'silent_s'"),
+        ("[health]\nperiod_s = 5", "p.toml:2: health.period_s is 5.0: ", None),
+        (
+            "[health]\nmemory_floor_bytes = '1GiB'\nmemory_critical_bytes = '2GiB'",
+            "memory_critical_bytes 2147483648 is more than memory_floor_bytes 1073741824",
+            None,
+        ),
+        (f'[models."{MODEL}".health]\nstrikes = 1', "there is no such setting", "known: "),
         ("[completion_cap\nmax_tokens = 1", "p.toml is not TOML: ", None),
         (
             "[completion_cap]\nmax_tokens = 1\nmax_tokens = 2\n",
@@ -246,11 +254,11 @@ def test_every_setting_can_be_written(tmp_path: Path) -> None:
 
     text = []
     defaults = PolicySettings()
-    for name in (*KeySections.model_fields, "admission"):
+    for name in (*KeySections.model_fields, "admission", "health"):
         text += table(name, getattr(defaults, name))
     written = read_policies(write(tmp_path / "p.toml", "\n".join(text)))
     assert written.resolved(None, None).model_dump() == defaults.resolved(None, None).model_dump()
-    assert written.admission == defaults.admission
+    assert (written.admission, written.health) == (defaults.admission, defaults.health)
 
 
 # --- reading it again -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deskfleet.endpoint import GenerateRequest, SamplingParams, TokenChunk
 from deskfleet.errors import RequestError
 from deskfleet.gateway.policies.completion_cap import CLAMPED, DEFAULTED, CompletionCap, CompletionCapSettings
-from deskfleet.gateway.policies.contract import Caller, Draft, Policy, Wishes
+from deskfleet.gateway.policies.contract import Caller, Draft, Policy, Wishes, with_generate
 from deskfleet.gateway.policies.counting import Counters
 from deskfleet.gateway.policies.deadlines import Deadlines, DeadlineSettings
 from deskfleet.gateway.policies.key_limits import REFUSED, TOKENS, KeyLimits, KeyLimitsSettings, Usage
@@ -173,7 +173,7 @@ def test_deadlines() -> None:
     request = draft()
     assert policy.shape(request).generate.timeout_s == 30.0
     for own, becomes in ((10.0, 10.0), (90.0, 30.0)):
-        early = replace(request, generate=replace(request.generate, timeout_s=own))
+        early = with_generate(request, replace(request.generate, timeout_s=own))
         assert policy.shape(early).generate.timeout_s == becomes
 
 

@@ -18,7 +18,7 @@ from protocol_parsers import PROTOCOLS, READERS, WHOLE_READERS, protocol, reques
 from deskfleet.endpoint import TokenChunk
 from deskfleet.errors import PromptTooLong, RequestError
 from deskfleet.gateway.app import CALLER, serving
-from deskfleet.gateway.policies.contract import Caller, Draft, Watcher, with_sampling
+from deskfleet.gateway.policies.contract import Caller, Draft, Watcher, with_generate, with_sampling
 from deskfleet.gateway.protocol import apply_policies
 from deskfleet.testing.scripted import ScriptedEngine
 
@@ -148,7 +148,7 @@ async def test_policies_run_in_their_order_and_the_engine_gets_the_last_word(nam
     engine = ScriptedEngine(says("ok"))
 
     def hurry(draft: Draft) -> Draft:
-        return replace(draft, generate=replace(draft.generate, timeout_s=5.0))
+        return with_generate(draft, replace(draft.generate, timeout_s=5.0))
 
     async with posting(engine, Watching(step(1)), Watching(step(2)), Watching(hurry)) as post:
         await post(ROUTES[name], body(name))

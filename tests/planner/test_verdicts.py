@@ -151,6 +151,25 @@ def test_sglang_names_the_fraction_that_grants_the_pool() -> None:
     assert "lowering it frees nothing" in starved.refusals[0].hint
 
 
+def test_engram_goes_by_the_engines_own_split() -> None:
+    """Five ranks: vLLM's last one holds fewer columns, and SGLang's hold ranges of rows, of which a pack has none."""
+    tables = published_inventory("v4.1-flash").engram
+    assert tables is not None
+
+    def held(engine: EngineName) -> list[int]:
+        plan = planned("v4.1-flash", "5xh200", engine, 5, max_model_len=8192, engram="device")
+        return [budget.line("Engram tables").num_bytes for budget in plan.budgets]
+
+    runs = [slice(5 * rank, 5 * rank + 5) for rank in range(5)]
+    assert held("vllm") == [
+        sum(sum(rows[run]) for rows in tables.column_rows) * tables.row_bytes for run in runs
+    ]
+    assert held("sglang")[0] == sum(-(-rows // 5) for rows in tables.rows) * tables.row_bytes
+    assert sum(held("sglang")) == sum(held("vllm")) == tables.num_bytes
+    on_disk = planned("v4.1-flash", "5xh200", "sglang", 5, max_model_len=8192, engram="disk")
+    assert [each.rule for each in on_disk.refusals if "cuts through" in each.message] == ["Engram"]
+
+
 def test_heads_that_do_not_divide_are_padded_and_said_to_need_it() -> None:
     plan = planned("v4.1-flash", "3xspark", "sglang", 3)
     assert any("64 -> 96" in need for need in plan.needs)

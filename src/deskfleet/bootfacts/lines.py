@@ -64,7 +64,7 @@ def _own_bytes(match: re.Match[str]) -> int:
 
 
 VLLM = (
-    _pattern("kv_tokens", "granted", r"GPU KV cache size: ([\d,]+) tokens", _int),
+    _pattern("kv_tokens", "granted", r"[CG]PU KV cache size: ([\d,]+) tokens", _int),
     _pattern("kv_bytes", "granted", r"Available KV cache memory: ([\d.]+) GiB", _gib),
     _pattern("weight_bytes", "granted", r"Model loading took ([\d.]+) Gi?B", _gib),
     _pattern("load_s", "granted", r"Model loading took [\d.]+ Gi?B(?: memory)? and ([\d.]+) seconds", _seconds),
@@ -158,7 +158,9 @@ _NOTES = (
 
 ENGINES: dict[str, tuple[Pattern, ...]] = {"vLLM": VLLM, "SGLang": SGLANG, "native": NATIVE}
 _MARKS = {
-    "vLLM": re.compile(r"\bvllm\b|EngineCore|GPU KV cache size|\bV1 LLM engine|Worker_TP\d", re.IGNORECASE),
+    "vLLM": re.compile(
+        r"\bvllm\b|EngineCore|[CG]PU KV cache size|\bV1 LLM engine|Worker_TP\d", re.IGNORECASE
+    ),
     "SGLang": re.compile(
         r"\bsglang\b|server_args=|max_total_num_tokens=|full_token=|Load weight (?:begin|end)"
     ),

@@ -14,6 +14,7 @@ from deskfleet.cli.bench_output import print_rows
 from deskfleet.cli.flags import HOST, PORT, Json
 from deskfleet.cli.terminal import print_json, say
 from deskfleet.errors import ConfigError
+from deskfleet.model.embedded import POCKET, locate
 
 if TYPE_CHECKING:
     from deskfleet.bench.load.other_programs import Figures
@@ -38,11 +39,24 @@ def cross_check(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers run on to max_tokens, past their end.")
     ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="DIR",
+            help=f"The model's, or {POCKET}: for vllm, where usage comes with the last piece of text.",
+        ),
+    ] = None,
+    together: Annotated[
+        bool,
+        typer.Option("--together", help="Both at the same time: a busy machine is busy for both."),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Measure the same with `vllm bench serve` and aiperf, where they are installed.
 
-    Ours runs before and after each of them. Exit code 1 when tokens are more than 5 % or rates more than 10 % apart.
+    Ours runs before and after each of them, or beside it. Exit code 1 when tokens are more than 5 % apart, or a rate
+    is more than 10 % below both of our runs or above them.
     """
     from deskfleet.bench.load.cross_check import cross_check as check
     from deskfleet.bench.load.suite import LoadSuite
@@ -56,6 +70,8 @@ def cross_check(
             concurrency=concurrency,
             num_requests=requests,
             programs=_programs(programs),
+            tokenizer=None if tokenizer is None else str(locate(tokenizer)),
+            together=together,
             on_figures=_say,
         )
     )

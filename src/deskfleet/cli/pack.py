@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -11,7 +13,8 @@ import typer
 from deskfleet.cli.flags import CheckpointArgument, Json
 from deskfleet.cli.terminal import parse_counts, print_json, say, talk_console
 from deskfleet.errors import ConfigError
-from deskfleet.model.packs import PackJob
+from deskfleet.model.packs import PackJob, as_deskfleet_errors
+from deskfleet.planner.wishes import EngineName
 from deskfleet.units import format_bytes, parse_bytes
 from deskfleet_engram.pack import PackProgress, PackReport, is_unfinished
 from deskfleet_engram.verify import Level, VerifyProgress, VerifyReport
@@ -36,6 +39,10 @@ def run(
     world_size: Annotated[
         int | None, typer.Option("--world-size", metavar="N", help="Number of ranks, as in serve --tp N.")
     ] = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option("--engine", help="Whose rank R: each engine shares out columns in a way of its own."),
+    ] = "native",
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="ID,ID,...", help="Only these layers. [default: all]")
     ] = None,
@@ -67,17 +74,19 @@ def run(
 ) -> None:
     """Pack a checkpoint's Engram rows into files with checksums.
 
-    One file per layer and hash column; what is there is kept, so ranks may be added. Ctrl-C and SIGTERM leave what is
-    packed: the same command goes on from there. Exit code 1 when it does not fit the disk, PACK is of another
-    checkpoint, or --verify finds a fault; 3 when a disk or file failed.
+    One file per layer and hash column; what is there is kept, so ranks may be added. What a rank reads is --engine's:
+    native deals columns out one by one, vllm and sglang in runs. Ctrl-C and SIGTERM leave what is packed: the same
+    command goes on from there. Exit code 1 when it does not fit the disk, PACK is of another checkpoint, or --verify
+    finds a fault; 3 when a disk or file failed.
     """
     max_bytes_per_s = None if max_rate is None else _parse_rate(max_rate)
-    job = PackJob.prepare(
+    job = _prepare(
         checkpoint,
         pack_dir,
         layers=None if layers is None else parse_counts(layers, "--layers"),
         rank=rank,
         world_size=world_size,
+        engine=engine,
         repo=repo,
         revision=revision,
     )
@@ -101,6 +110,39 @@ def run(
     _report(job, report, checked, as_json=as_json)
     if checked is not None and not checked.is_sound:
         raise typer.Exit(_VERDICT_NO)
+
+
+def _prepare(
+    checkpoint: Path,
+    pack_dir: Path,
+    *,
+    layers: Sequence[int] | None,
+    rank: int | None,
+    world_size: int | None,
+    engine: EngineName,
+    repo: str | None,
+    revision: str | None,
+) -> PackJob:
+    from deskfleet.planner.engines.registry import pack_split
+
+    split = pack_split(engine)
+    job = PackJob.prepare(
+        checkpoint,
+        pack_dir,
+        layers=layers,
+        rank=rank,
+        world_size=world_size,
+        repo=repo,
+        revision=revision,
+    )
+    if split == "strided" or rank is None or world_size is None:
+        return job
+    from deskfleet.fleet.pack_here import PackHere, wanted_columns
+
+    here = PackHere(str(checkpoint), str(pack_dir), (rank,), world_size, split)
+    with as_deskfleet_errors():
+        wanted = wanted_columns(job.source, here)
+    return replace(job, columns=tuple(pair for pair in wanted if layers is None or pair[0] in layers))
 
 
 def _parse_rate(text: str) -> int:

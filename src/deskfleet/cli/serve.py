@@ -190,6 +190,8 @@ def announce(event: Ready, *, as_json: bool) -> None:
         second = f", then {event.engram.second_source}" if event.engram.second_source else ""
         say(f"Engram rows: {event.engram.source}{second}; {event.engram.backend}")
     say(f"operators: {event.ranks[0].operators}")
+    if event.tp_size > 1:
+        say(f"collectives: {event.ranks[0].collectives}")
     say(how_to_talk(event))
 
 

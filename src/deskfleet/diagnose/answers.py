@@ -79,11 +79,20 @@ def wrong_alone(s: Situation) -> Finding:
     return clear(name, "asked directly and alone, it answers right")
 
 
+_FIRST_ALONE = "a short question, asked alone, is answered wrongly already"
+
+
+def _is_right_alone(s: Situation) -> bool:
+    return s.question is not None and s.question.error is None and s.question.is_right
+
+
 def wrong_together(s: Situation) -> Finding:
     name = "wrong together"
     asked = [answer for answer in s.together if answer.error is None]
     if not asked:
         return unknown(name, "no questions were asked at the same time", "deskfleet diagnose URL")
+    if not _is_right_alone(s):
+        return unknown(name, _FIRST_ALONE, f"deskfleet smoke {url_of(s)}")
     wrong = [answer for answer in asked if not answer.is_right]
     if wrong:
         return found(
@@ -99,6 +108,8 @@ def wrong_long(s: Situation) -> Finding:
     answer = s.long_question
     if answer is None:
         return unknown(name, "no long question was asked", "deskfleet diagnose URL")
+    if answer.error is None and not _is_right_alone(s):
+        return unknown(name, _FIRST_ALONE, f"deskfleet smoke {url_of(s)}")
     if answer.error is not None:
         return found(
             name,

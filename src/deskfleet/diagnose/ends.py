@@ -217,7 +217,7 @@ def boot(s: Situation) -> Finding:
     name = "boot"
     if s.sheet is None:
         return unknown(name, "no boot logs were given", "deskfleet facts LOG...")
-    hard = [flag for flag in s.sheet.flags if flag.kind != "warned"]
+    hard = [flag for flag in s.sheet.flags if flag.kind not in ("warned", "missing")]
     if hard:
         more = f" and {len(hard) - 1} more" if len(hard) > 1 else ""
         return found(
@@ -225,6 +225,9 @@ def boot(s: Situation) -> Finding:
             f"{hard[0].kind}: {hard[0].text}{more}",
             "deskfleet facts LOG...   # all of them, rank by rank",
         )
+    missing = next((flag for flag in s.sheet.flags if flag.kind == "missing"), None)
+    if missing is not None:  # of a model without experts, of another release, of a log that was cut
+        return unknown(name, missing.text, "deskfleet facts LOG...   # what they do say")
     return clear(name, "every rank was granted what was asked, and all the same")
 
 

@@ -109,7 +109,8 @@ class LoadProgress:
 class LoadedRank:
     """One rank that is ready. `weight_bytes` were read from the checkpoint, `cache_bytes` are its own.
 
-    `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for.
+    `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for;
+    `collectives` likewise, how it exchanges with the others.
     `node` is the machine it runs on, None for the supervisor's own.
     """
 
@@ -120,6 +121,7 @@ class LoadedRank:
     load_s: float
     engram: str | None
     operators: str
+    collectives: str
     node: str | None = None
 
 
@@ -258,6 +260,7 @@ class EngineClient:
                 load_s=report.load_s,
                 engram=report.engram,
                 operators=report.operators,
+                collectives=report.collectives,
                 node=rank.node,
             )
             for rank, report in ready

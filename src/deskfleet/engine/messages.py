@@ -89,7 +89,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Receipt(msgspec.Struct, frozen=True, tag=True):
     """What a rank is made of, before it reads a weight. Digests are SHA-256 in hexadecimal.
 
-    `operators` are "native" or "reference", `operators_detail` with which instructions or why not. `engram_source` is
+    `operators` are "native" or "reference", `operators_detail` with which instructions or why not; `collectives` are
+    how ranks exchange (`spec.Transport`), `collectives_detail` in which way or why not as asked. `engram_source` is
     the pack's directory or the published shards, None without Engram layers; `engram_rows` says which rows the pack
     holds (its identity), `engram_manifest` also which share of them.
     """
@@ -109,6 +110,9 @@ class Receipt(msgspec.Struct, frozen=True, tag=True):
     engram_source: str | None
     engram_rows: str | None
     engram_manifest: str | None
+    collectives_asked: str
+    collectives: str
+    collectives_detail: str
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -122,7 +126,8 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A rank is loaded and has met the others.
 
-    `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for.
+    `engram` says how it reads Engram rows, None when it reads none; `operators`, who computes, and what was asked for;
+    `collectives` likewise, how ranks exchange.
     """
 
     rank: int
@@ -132,6 +137,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     engram: str | None
     operators: str
     memory: RankMemory
+    collectives: str
 
 
 class RequestOutput(msgspec.Struct, frozen=True):

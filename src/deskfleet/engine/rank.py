@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import logging
 import os
 import platform
@@ -27,7 +28,7 @@ from deskfleet.engine import messages, ops, trace
 from deskfleet.engine.constraints import ConstraintCompiler
 from deskfleet.engine.control import Control, Exit
 from deskfleet.engine.core import CoreOptions, EngineCore
-from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.distributed import Communicator, GlooCommunicator, Meeting, PeerLost
 from deskfleet.engine.identity import checkpoint_identity, plan_digest, token_map_digest
 from deskfleet.engine.memory import (
     census,
@@ -68,13 +69,14 @@ def token_map(checkpoint: Checkpoint) -> np.ndarray:
     return compressed
 
 
-def run(spec: RankSpec, paths: RankPaths, control: Control) -> None:
-    """Load, meet the group, and serve until told to stop."""
+def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | None = None) -> None:
+    """Load, meet the group, and serve until told to stop. For `group_memory` see LocalRank."""
     begin = time.monotonic()
     pulse = _Pulse(spec.rank)
     control.beat(pulse.heartbeat)
     torch.set_num_threads(spec.num_threads or len(os.sched_getaffinity(0)))
     operators = ops.select(spec.operators)
+    meeting = choose_meeting(spec.tp_size, group_memory)
     checkpoint = _open_same(spec, paths)
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
     compressed = token_map(checkpoint)
@@ -82,9 +84,9 @@ def run(spec: RankSpec, paths: RankPaths, control: Control) -> None:
         ranks = range(spec.tp_size)
         columns = [plan.engram_columns(rank) if rank == spec.rank else () for rank in ranks]
         check_pack(Path(paths.engram_pack), checkpoint.directory, columns)
-    control.send(_receipt(spec, paths, plan, compressed, operators))
+    control.send(_receipt(spec, paths, plan, compressed, operators, meeting))
     check_room(spec)
-    comm = Communicator.join(spec.rank, spec.tp_size, spec.rendezvous)
+    comm = _meet(meeting, spec, group_memory)
     before = process_memory()
     with_drafts = _speculation(spec, checkpoint).num_drafts > 0
     progress = _Progress(control, spec.rank, _bytes_to_read(plan, spec.rank, with_drafts=with_drafts))
@@ -108,7 +110,14 @@ def run(spec: RankSpec, paths: RankPaths, control: Control) -> None:
     pulse.runner = runner
     control.send(
         messages.Ready(
-            spec.rank, progress.done_bytes, runner.cache.nbytes, load_s, tables.report, str(operators), memory
+            spec.rank,
+            progress.done_bytes,
+            runner.cache.nbytes,
+            load_s,
+            tables.report,
+            str(operators),
+            memory,
+            str(meeting),
         )
     )
     if core is not None:
@@ -134,6 +143,29 @@ def check_room(spec: RankSpec) -> None:
         )
 
 
+def choose_meeting(tp_size: int, group_memory: int | None) -> Meeting:
+    """How this rank meets the others: through the memory that it was given, unless that cannot be used here."""
+    if tp_size == 1:
+        return Meeting("none", "none", "one rank")
+    if group_memory is None:
+        return Meeting("gloo", "gloo", "over TCP")
+    try:
+        importlib.import_module("deskfleet.engine.shared_memory")
+    except ImportError as error:  # no distribution deskfleet-ops, or its library cannot be loaded
+        return Meeting("shared memory", "gloo", f"several times slower, because {error}")
+    return Meeting("shared memory", "shared memory", "ranks of one machine")
+
+
+def _meet(meeting: Meeting, spec: RankSpec, group_memory: int | None) -> Communicator:
+    if meeting.got == "shared memory" and group_memory is not None:
+        from deskfleet.engine.shared_memory import SharedMemoryCommunicator
+
+        return SharedMemoryCommunicator.join(spec.rank, spec.tp_size, group_memory)
+    if meeting.got == "gloo":
+        return GlooCommunicator.join(spec.rank, spec.tp_size, spec.rendezvous)
+    return Communicator()
+
+
 def _open_same(spec: RankSpec, paths: RankPaths) -> Checkpoint:
     """Open the checkpoint. Raises CheckpointError for another one than the supervisor has."""
     checkpoint = Checkpoint.open(Path(paths.checkpoint))
@@ -148,7 +180,12 @@ def _open_same(spec: RankSpec, paths: RankPaths) -> Checkpoint:
 
 
 def _receipt(
-    spec: RankSpec, paths: RankPaths, plan: ShardPlan, compressed: np.ndarray, operators: ops.Selection
+    spec: RankSpec,
+    paths: RankPaths,
+    plan: ShardPlan,
+    compressed: np.ndarray,
+    operators: ops.Selection,
+    meeting: Meeting,
 ) -> messages.Receipt:
     source, rows, manifest = None, None, None
     if plan.config.engram_layer_ids:
@@ -173,6 +210,9 @@ def _receipt(
         engram_source=source,
         engram_rows=rows,
         engram_manifest=manifest,
+        collectives_asked=meeting.asked,
+        collectives=meeting.got,
+        collectives_detail=meeting.detail,
     )
 
 
@@ -277,18 +317,22 @@ def _die_with_parent(parent_pid: int) -> None:
 
 def _is_peer_loss(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone; gloo says so only in words."""
+    if isinstance(error, PeerLost):
+        return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
         word in text for word in ("connection closed by peer", "connection reset", "broken pipe", "gloo")
     )
 
 
-def serve(spec: RankSpec, paths: RankPaths, control: Control) -> messages.Failed | None:
+def serve(
+    spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | None = None
+) -> messages.Failed | None:
     """Run the rank to its end. What it failed with has been reported when this returns it."""
     try:
-        run(spec, paths, control)
+        run(spec, paths, control, group_memory)
     except DeskfleetError as error:
-        failed = messages.Failed(spec.rank, error.message, is_peer_loss=False, hint=error.hint)
+        failed = messages.Failed(spec.rank, error.message, _is_peer_loss(error), hint=error.hint)
     except EngramError as error:
         failed = messages.Failed(spec.rank, str(error), is_peer_loss=False)
     except Exception as error:
@@ -312,7 +356,7 @@ def main(path: str) -> int:
     connection.connect(local.control_socket)
     control = Control(connection, Exit(local.spec.rank))
     control.send(messages.Hello(local.spec.rank, os.getpid()))
-    failed = serve(local.spec, local.paths, control)
+    failed = serve(local.spec, local.paths, control, local.group_memory)
     if failed is not None:
         # Its peers are in the middle of a collective, and torch's threads may abort where the interpreter winds down.
         logging.shutdown()

@@ -19,6 +19,8 @@ _ALIKE = (
     "token_map",
     "operators_asked",
     "operators",
+    "collectives_asked",
+    "collectives",
     "engram_rows",
 )
 """Instruction sets may differ (docs/decisions/0016), and so may the share of a pack that a node holds."""

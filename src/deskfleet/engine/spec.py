@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from deskfleet.model.limits import OperatorChoice, PrefixReplay, RunnerLimits
+
+Transport = Literal["shared memory", "gloo", "none"]
+"""How ranks exchange; "none" where there is one."""
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,12 +47,16 @@ class RankPaths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LocalRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The one file that a rank of the supervisor's own machine reads; the whole content of its rank.json."""
+    """The one file that a rank of the supervisor's own machine reads; the whole content of its rank.json.
+
+    `group_memory` is a descriptor that it inherits, of an empty file for ranks to exchange through; None: over gloo.
+    """
 
     spec: RankSpec
     paths: RankPaths
     control_socket: str
     parent_pid: int
+    group_memory: int | None = None
 
 
-__all__ = ["LocalRank", "RankPaths", "RankSpec"]
+__all__ = ["LocalRank", "RankPaths", "RankSpec", "Transport"]

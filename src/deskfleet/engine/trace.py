@@ -17,12 +17,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from deskfleet.engine.core import EngineCore
+from deskfleet.engine.distributed import GlooCommunicator
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.env import TRACE_DIR
 from deskfleet_engram.native import Ticket
 from deskfleet_engram.store import OpenStore
 
 WAIT_FOR_ROWS = "engram: wait for rows"
+_COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "broadcast_bytes")
 _WARM_UP_STEPS = 4
 _STEPS = 8
 
@@ -34,6 +36,10 @@ def start(rank: int, runner: ModelRunner, core: EngineCore | None) -> None:
         return
     _replace(Ticket, "wait", _named(WAIT_FOR_ROWS, Ticket.wait))
     _replace(OpenStore, "gather", _named(WAIT_FOR_ROWS, OpenStore.gather))
+    if runner.comm.size > 1 and not isinstance(runner.comm, GlooCommunicator):  # gloo's have names
+        owner = type(runner.comm)
+        for name in _COLLECTIVES:
+            _replace(owner, f"_{name}", _named(f"shared memory: {name}", getattr(owner, f"_{name}")))
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

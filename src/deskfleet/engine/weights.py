@@ -7,6 +7,7 @@ NaN patterns, also for what is not kept, and prove that none of it survives.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -67,7 +68,9 @@ class ShardReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for descriptor in self._files.values():
-            os.close(descriptor)
+            # Nothing was written; a file system that has gone would hide the read that failed because of it.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         self._files.clear()
 
     def raw(self, name: str) -> np.ndarray:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deskfleet.errors import DeskfleetError
 from deskfleet.fleet.checks import CHECKS, Finding, Subject
+from deskfleet.fleet.checks.machine import PORTS, taken_hint
 from deskfleet.fleet.engines.contract import ports_of
 from deskfleet.fleet.fabric import Fabric, resolve_fabric
 from deskfleet.fleet.facts import NodeFacts
@@ -24,7 +26,11 @@ from deskfleet.planner.plan import MemoryPlan
 UNREACHABLE = "ssh"
 """The check that fails for a node of which there are no facts."""
 
+HERE = "this machine"
+"""Where deskfleet runs, in the one finding about it when it is no node; no node can be called so."""
+
 _HCA = "NCCL_IB_HCA"
+_NATIVE = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +116,47 @@ async def see_doctor(
         for name, error in gathered.failures.items()
     )
     findings = examine(spec, facts, plan, links=links)
-    return Examination((*unreachable, *findings), facts, fabric, gathered.failures)
+    return Examination(
+        (*unreachable, *findings, *_here(spec, is_busy=bool(busy))), facts, fabric, gathered.failures
+    )
 
 
 def _ports(spec: FleetSpec, node: NodeSpec) -> tuple[int, ...]:
-    """The engine's on the head, and the gateway's where deskfleet runs; 0 is any that is free."""
+    """Those that must be free on a node."""
     ports = ports_of(spec.name)
-    engine = (ports.engine, ports.rendezvous) if node == spec.head else ()
-    gateway = (spec.gateway.port,) if node.address == LOCAL and spec.gateway.port else ()
-    return (*engine, *gateway)
+    http = () if spec.engine.name == _NATIVE else (ports.engine,)
+    of_head = (*http, ports.rendezvous) if node == spec.head else ()
+    return (*of_head, *(_own_ports(spec) if node.address == LOCAL else ()))
+
+
+def _own_ports(spec: FleetSpec) -> tuple[int, ...]:
+    """Those that must be free where deskfleet runs: the gateway's, and where ranks of our own engine dial in."""
+    dialled = (ports_of(spec.name).engine,) if spec.engine.name == _NATIVE else ()
+    return (*dialled, *((spec.gateway.port,) if spec.gateway.port else ()))  # 0 is any that is free
+
+
+def _here(spec: FleetSpec, *, is_busy: bool) -> tuple[Finding, ...]:
+    """The ports of this machine, when it is none of the nodes and so nobody has looked."""
+    if any(node.address == LOCAL for node in spec.nodes) or not _own_ports(spec):
+        return ()
+    taken = [port for port in _own_ports(spec) if not _is_free(port)]
+    told = ", ".join(map(str, taken or _own_ports(spec)))
+    if not taken:
+        return (Finding(HERE, PORTS, "pass", f"{told} free", None),)
+    if is_busy:
+        return (Finding(HERE, PORTS, "skip", f"{told} taken, and a rank of this fleet runs", None),)
+    return (Finding(HERE, PORTS, "fail", f"{told} taken", taken_hint(taken[0])),)
+
+
+def _is_free(port: int) -> bool:
+    """Whether somebody could listen there now. As servers do it: what is closing does not count."""
+    with socket.socket() as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def _serves(spec: FleetSpec, facts: NodeFacts) -> bool:

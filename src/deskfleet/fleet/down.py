@@ -7,7 +7,7 @@ that loses its head ends, a head that loses a worker complains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deskfleet.errors import DeskfleetError
@@ -111,6 +111,17 @@ async def clear(
     return cleared
 
 
+async def kill(remotes: Remotes, containers: Mapping[str, Sequence[str]]) -> None:
+    """End these containers, ids by node, everywhere at once and without asking. Nothing is raised: `clear` follows."""
+
+    async def kill_here(remote: Remote) -> None:
+        ids = containers.get(remote.node.name)
+        if ids:
+            await remote.run('exec docker kill -- "$@" >/dev/null', *ids, timeout_s=_DOCKER_S)
+
+    await remotes.gather(kill_here)
+
+
 async def last_lines(remote: Remote, container: str, num_lines: int) -> str:
     """The end of a container's log, both of its streams; empty when docker has none."""
     ran = await remote.run(f"exec {logs_command(container, tail=num_lines).text} 2>&1", timeout_s=_DOCKER_S)
@@ -134,4 +145,4 @@ async def _docker(remote: Remote, script: str, what: str) -> None:
         raise RemoteFailed(remote.node.name, what, ran.last_line)
 
 
-__all__ = ["Cleared", "Found", "clear", "find_containers", "last_lines"]
+__all__ = ["Cleared", "Found", "clear", "find_containers", "kill", "last_lines"]

@@ -54,6 +54,7 @@ def _all(source: FleetSource, environ: Mapping[str, str]) -> Iterator[Effective]
             yield value
     yield from _wishes(source)
     yield from _table(toml, ("gateway",), spec.gateway)
+    yield from _table(toml, ("restart",), spec.restart)
     for name, reference in spec.secrets.items():
         yield _given(toml, ("secrets", name), state_of(name, reference, environ))
 

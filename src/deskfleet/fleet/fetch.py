@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,12 +40,12 @@ from deskfleet.fleet.origin import (
     select,
 )
 from deskfleet.fleet.transfer import (
-    Rate,
     Transfer,
     TransferOptions,
     TransferProgress,
     check_space,
     hash_file,
+    hash_files,
     sync_directory,
 )
 
@@ -313,7 +312,9 @@ class _Fetching:
         todo = [file for file in selection.files if self._size(file) != file.size_bytes]
         there = [file for file in selection.files if file not in todo]
         unsure = [file for file in there if self._job.verify or not self._record.knows(directory, file)]
-        for file, found in self._hash(unsure):
+        for file, found in hash_files(
+            directory, unsure, lambda progress: self._progress(progress, "checking")
+        ):
             if found == file.digest:
                 self._record.note(directory, file)
             else:
@@ -322,33 +323,6 @@ class _Fetching:
                 todo.append(file)
         self._record.write(directory)
         return todo, len(unsure)
-
-    def _hash(self, files: list[RemoteFile]) -> Iterator[tuple[RemoteFile, str]]:
-        """Hash files that are there, several at once, and tell how far it is."""
-        if not files:
-            return
-        total = sum(file.size_bytes for file in files)
-        rate = Rate(total, 0)
-        lock = threading.Lock()
-        done_bytes = 0
-        told_s = time.monotonic()
-
-        def on_bytes(num_bytes: int) -> None:
-            nonlocal done_bytes, told_s
-            with lock:
-                done_bytes += num_bytes
-                if time.monotonic() - told_s < _TELL_EVERY_S:
-                    return
-                told_s = time.monotonic()
-                per_s, eta_s = rate.now(done_bytes)
-                self._progress(TransferProgress(done_bytes, total, 0, len(files), per_s, eta_s), "checking")
-
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            yield from zip(
-                files,
-                pool.map(lambda file: hash_file(self._directory / file.name, file, on_bytes), files),
-                strict=True,
-            )
 
     def _count(self, selection: Selection) -> None:
         """See that all is there, whatever was done: every file, its size, and a digest that was computed."""

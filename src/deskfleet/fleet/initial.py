@@ -103,7 +103,7 @@ def fleet_text(draft: Draft) -> str:
         "",
         _value("name", draft.name, "containers and state are called by it"),
         _value("profile", draft.profile, "or max-concurrency, lowest-latency", example="max-context"),
-        '# share = "nfs"  # the head exports the checkpoint; or "copy"; "local" is: each node has it',
+        '# share = "nfs"  # the head exports the checkpoint; "copy": each node fetches it; without: each has it',
         "",
         "[checkpoint]",
         _value("model", draft.model, "a name that deskfleet plan --model knows, or a directory here"),
@@ -138,6 +138,9 @@ def fleet_text(draft: Draft) -> str:
             for line in ('# host = "0.0.0.0"  # with keys', "# port = 8000", '# keys = "keys.toml"')
             if line.split()[1] not in dict(draft.gateway)
         ),
+        "",
+        "# [restart]  # when a fleet that has served fails",
+        "# backoff_s = [10, 30, 90]  # seconds before each restart; [] is none",
         "",
         "[secrets]  # references, never values: env:NAME is a variable here, file:PATH a file of mode 600",
         *(_value(name, value) for name, value in draft.secrets),

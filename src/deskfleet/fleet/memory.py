@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deskfleet.errors import DeskfleetError
@@ -28,6 +28,14 @@ Phase = Literal["loading", "serving"]
 """Whether weights are still being read, or the endpoint is open."""
 
 Kind = Literal["drop_cache", "stop_admission", "resume_admission", "abort_largest_prefill", "stop_ranks"]
+
+_DONE: Mapping[Kind, str] = {
+    "drop_cache": "what is cached is dropped",
+    "stop_admission": "nobody is let in",
+    "resume_admission": "everybody is let in again",
+    "abort_largest_prefill": "the request with the longest prompt is ended",
+    "stop_ranks": "the ranks are stopped",
+}
 
 SAMPLE_EVERY_S = 0.1
 LOADING_FREE_BYTES = 8 << 30
@@ -74,8 +82,15 @@ def floors_of(planned: Floor, total_bytes: int) -> Floors:
 
 
 def floors_of_nodes(nodes: Iterable[Node]) -> dict[str, Floors]:
-    """Return the floors of a plan's nodes, `plan.cluster.nodes`, by name."""
-    return {node.name: floors_of(floor_of(node), node.total_bytes) for node in nodes}
+    """Return the floors of a plan's nodes, `plan.cluster.nodes`, by name.
+
+    A driver with memory of its own does not need the host's, where what is cached makes loading faster.
+    """
+    found = {}
+    for node in nodes:
+        floors = floors_of(floor_of(node), node.total_bytes)
+        found[node.name] = floors if node.kind.is_unified else replace(floors, free_bytes=0)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,18 +317,19 @@ async def watch_memory(
     act: Callable[[Action], Awaitable[None]],
     lost: Callable[[str, DeskfleetError], Awaitable[None]],
     *,
+    seen: Callable[[str], None] = lambda node: None,
     every_s: float = SAMPLE_EVERY_S,
 ) -> None:
     """Read one node's memory until cancelled, and have done what the policy says.
 
     `act` is awaited before the next sample is looked at; what takes long belongs into a task. When the node cannot be
-    read any more `lost` is told why, and it is tried again every five seconds: a node without a watchdog is the
-    caller's to judge.
+    read any more `lost` is told why, and it is tried again every five seconds, `seen` is told when it can be: a node
+    without a watchdog is the caller's to judge.
     """
     node = remote.node.name
     while True:
         try:
-            await _read(remote, watchdog, phase, act, every_s)
+            await _read(remote, watchdog, phase, act, seen, every_s)
         except (NodeUnreachable, RemoteFailed) as error:
             watchdog.forget(node)
             await lost(node, error)
@@ -325,9 +341,11 @@ async def _read(
     watchdog: Watchdog,
     phase: Callable[[], Phase],
     act: Callable[[Action], Awaitable[None]],
+    seen: Callable[[str], None],
     every_s: float,
 ) -> None:
     node = remote.node.name
+    is_first = True
     async with aclosing(remote.stream(read_script("meminfo.sh"), f"{every_s:g}")) as lines:
         while True:
             try:
@@ -338,7 +356,11 @@ async def _read(
                 raise NodeUnreachable(node, said, hint="is it overloaded, or its cable out?") from None
             except StopAsyncIteration:
                 raise RemoteFailed(node, "its memory is not told any more", "the script ended") from None
-            for action in watchdog.see(parse_sample(line, node, phase())):
+            sample = parse_sample(line, node, phase())
+            if is_first:
+                is_first = False
+                seen(node)
+            for action in watchdog.see(sample):
                 await act(action)
 
 
@@ -357,9 +379,10 @@ async def attend_memory(
     watchdog = Watchdog(floors)
     low: asyncio.Future[MemoryLow] = asyncio.get_running_loop().create_future()
     drops: set[asyncio.Task[None]] = set()
+    unseen: dict[str, str] = {}
 
     async def act(action: Action) -> None:
-        tell("memory", action=action.kind, node=action.node, text=action.reason)
+        tell("memory", action=action.kind, node=action.node, text=f"{action.reason}: {_DONE[action.kind]}")
         if action.kind == "drop_cache":
             # It may take seconds, in which samples must be looked at.
             task = asyncio.create_task(_dropped(remotes[action.node], tell))
@@ -372,10 +395,16 @@ async def attend_memory(
             await admit(action)
 
     async def lost(node: str, error: DeskfleetError) -> None:
-        tell("memory-unseen", node=node, text=error.message)
+        if unseen.get(node) != error.message:  # it is tried again and again, and that is told once
+            unseen[node] = error.message
+            tell("memory-unseen", node=node, text=f"its memory is not seen: {error.message}")
+
+    def seen(node: str) -> None:
+        if unseen.pop(node, None) is not None:
+            tell("memory-unseen", node=node, text=f"{node}: its memory is seen again")
 
     tasks = [
-        asyncio.create_task(watch_memory(remote, watchdog, phase, act, lost))
+        asyncio.create_task(watch_memory(remote, watchdog, phase, act, lost, seen=seen))
         for remote in remotes
         if remote.node.name in floors
     ]
@@ -398,7 +427,8 @@ async def _dropped(remote: Remote, tell: Callable[..., None]) -> None:
     except (NodeUnreachable, RemoteFailed) as error:
         tell("memory", action="drop_cache-failed", node=remote.node.name, text=error.message)
     else:
-        tell("memory", action="dropped", node=remote.node.name, text=f"dropped {what}")
+        node = remote.node.name
+        tell("memory", action="dropped", node=node, text=f"{node}: {what} dropped")
 
 
 async def drop_cache(remote: Remote) -> str:

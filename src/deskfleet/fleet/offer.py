@@ -16,7 +16,6 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -33,7 +32,7 @@ from deskfleet.fleet.origin import (
     checked_name,
     select,
 )
-from deskfleet.fleet.transfer import Rate, TransferProgress, hash_file
+from deskfleet.fleet.transfer import TransferProgress, hash_files
 
 _TELL_EVERY_S = 1.0
 _IDLE_S = 900.0  # a worker may be busy hashing; after this nobody is coming back
@@ -71,27 +70,14 @@ def make_offer(directory: Path, say: Callable[[dict[str, Any]], None]) -> Offer:
     record = Record.read(directory)
     files = survey(directory).files
     unknown = [file for file in files if _known_sha256(directory, record, file) is None]
-    total = sum(file.size_bytes for file in unknown)
     if unknown:
-        say(
-            {
-                "event": "note",
-                "text": f"{len(unknown)} files are hashed first, because no download has recorded them",
-            }
-        )
+        text = f"{len(unknown)} files are hashed first: no download has recorded their SHA-256"
+        say({"event": "note", "text": text})
     digests = {
         file.name: digest for file in files if (digest := _known_sha256(directory, record, file)) is not None
     }
-    done = num_done = 0
-    rate = Rate(total, 0)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for file, digest in zip(
-            unknown, pool.map(lambda file: hash_file(directory / file.name, file), unknown), strict=True
-        ):
-            digests[file.name] = digest.removeprefix("sha256:")
-            done += file.size_bytes
-            num_done += 1
-            say(_hashing(done, total, num_done, len(unknown), rate))
+    for file, digest in hash_files(directory, unknown, lambda progress: say(_hashing(progress))):
+        digests[file.name] = digest.removeprefix("sha256:")
     sums = "".join(f"{digests[file.name]}  {file.name}\n" for file in files).encode()
     own = hashlib.sha256(sums).hexdigest()
     return Offer(
@@ -99,9 +85,7 @@ def make_offer(directory: Path, say: Callable[[dict[str, Any]], None]) -> Offer:
     )
 
 
-def _hashing(done: int, total: int, num_done: int, num_files: int, rate: Rate) -> dict[str, Any]:
-    per_s, eta_s = rate.now(done)
-    progress = TransferProgress(done, total, num_done, num_files, per_s, eta_s)
+def _hashing(progress: TransferProgress) -> dict[str, Any]:
     return {"event": "progress", "doing": "hashing", **asdict(progress)}
 
 

@@ -23,6 +23,7 @@ from deskfleet.errors import (
     WrongPack,
 )
 from deskfleet.fleet.fetch import error_event
+from deskfleet.fleet.transfer import Rate
 from deskfleet_engram.manifest import MANIFEST_NAME, open_source_as, read_manifest
 from deskfleet_engram.native_blocks import use_native_blocks
 from deskfleet_engram.ownership import ColumnOwnership, RowOwnership, select_columns, spell_numbers
@@ -112,7 +113,7 @@ def pack_here(job: PackHere, tell: Tell) -> dict[str, Any]:
         source,
         pack_dir,
         columns=columns,
-        on_progress=_throttled(lambda progress: tell(_packing(progress))),
+        on_progress=_throttled(_packing, tell),
         max_bytes_per_s=job.max_bytes_per_s,
     )
     checked = verify(
@@ -120,7 +121,7 @@ def pack_here(job: PackHere, tell: Tell) -> dict[str, Any]:
         level=job.level,
         source=None if job.level == "quick" else source,
         columns=columns,
-        on_progress=_throttled(lambda progress: tell(_verifying(progress))),
+        on_progress=_throttled(_Verifying(), tell),
     )
     if not checked.is_sound:
         raise PackError(
@@ -184,26 +185,35 @@ def _packing(progress: PackProgress) -> dict[str, Any]:
     }
 
 
-def _verifying(progress: VerifyProgress) -> dict[str, Any]:
-    rate = progress.done_bytes / max(progress.elapsed_s, 1e-9)
-    return {
-        "event": "progress",
-        "doing": f"verify {progress.file}",
-        "done_bytes": progress.done_bytes,
-        "total_bytes": progress.total_bytes,
-        "rate_bytes_s": rate,
-        "eta_s": (progress.total_bytes - progress.done_bytes) / max(rate, 1.0),
-    }
+class _Verifying:
+    """The check at the end, as an event: with the rate of its last seconds."""
+
+    def __init__(self) -> None:
+        self._rate: Rate | None = None
+
+    def __call__(self, progress: VerifyProgress) -> dict[str, Any]:
+        self._rate = self._rate or Rate(progress.total_bytes, 0)
+        per_s, eta_s = self._rate.now(progress.done_bytes)
+        return {
+            "event": "progress",
+            "doing": f"verify {progress.file}",
+            "done_bytes": progress.done_bytes,
+            "total_bytes": progress.total_bytes,
+            "rate_bytes_s": per_s,
+            "eta_s": eta_s,
+        }
 
 
-def _throttled(tell: Callable[[Any], None]) -> Callable[[Any], None]:
+def _throttled(spell: Callable[[Any], dict[str, Any]], tell: Tell) -> Callable[[Any], None]:
+    """Tell of progress once a second, and when all is done."""
     told_s = 0.0
 
     def now_and_then(progress: Any) -> None:
         nonlocal told_s
-        if time.monotonic() - told_s >= _TELL_EVERY_S:
+        event = spell(progress)
+        if time.monotonic() - told_s >= _TELL_EVERY_S or event["done_bytes"] >= event["total_bytes"]:
             told_s = time.monotonic()
-            tell(progress)
+            tell(event)
 
     return now_and_then
 

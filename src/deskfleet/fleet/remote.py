@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import shlex
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -417,22 +421,76 @@ class Gathered(Generic[_T]):
         raise first
 
 
+_SOCKETS = "deskfleet-ssh-"
+_OLD_S = 60.0  # a directory that was made just now may not be locked yet
+
+
+def _locked(directory: Path) -> int | None:
+    """Take a directory's lock, which lasts as long as we live; None when somebody has it."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or this file system has no locks: then nobody removes anything
+        os.close(lock)
+        return None
+    return lock
+
+
+async def _remove_left(base: Path) -> None:
+    """Remove what users of connections that were killed have left in `base`, and end the connections.
+
+    Without this ssh would end by itself, a minute after its last use; its directory would stay for ever.
+    """
+    for directory in base.glob(f"{_SOCKETS}*"):
+        with contextlib.suppress(OSError):
+            seen = directory.lstat()
+            is_ours = stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid()
+            if not is_ours or time.time() - seen.st_mtime < _OLD_S:
+                continue
+            lock = _locked(directory)
+            if lock is None:
+                continue
+            try:
+                for path in directory.iterdir():
+                    if path.is_socket():
+                        await _end_connection(path)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+async def _end_connection(path: Path) -> None:
+    """Ask the ssh that listens there to end; whose it was does not matter to it."""
+    process = await asyncio.create_subprocess_exec(
+        *("ssh", "-F", "none", "-o", f"ControlPath={path}", "-O", "exit", "--", "nobody"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    await _end(process)
+
+
 class Remotes:
     """All nodes of a fleet: `async with Remotes(spec.nodes) as remotes: await remotes.gather(work)`.
 
-    Sockets of shared connections lie in a directory that only we can enter, and are gone at the end. Nothing is reached
-    before the first script is run.
+    Sockets of shared connections lie in a directory that only we can enter, and are gone at the end; those of one that
+    was killed go when the next one begins. Nothing is reached before the first script is run.
     """
 
     def __init__(self, nodes: Sequence[NodeSpec]) -> None:
         self._nodes = tuple(nodes)
         self._remotes: dict[str, Remote] = {}
         self._directory: Path | None = None
+        self._lock: int | None = None
 
     async def __aenter__(self) -> Self:
         # A socket's path has 108 bytes at most, and ssh appends 17 of its own while it makes one.
         base = tempfile.gettempdir()
-        self._directory = Path(tempfile.mkdtemp(prefix="deskfleet-", dir=base if len(base) < 50 else "/tmp"))
+        base = base if len(base) < 50 else "/tmp"
+        await _remove_left(Path(base))
+        self._directory = Path(tempfile.mkdtemp(prefix=_SOCKETS, dir=base))
+        self._lock = _locked(self._directory)
         self._remotes = {
             node.name: Remote(node, self._directory / str(index)) for index, node in enumerate(self._nodes)
         }
@@ -446,6 +504,9 @@ class Remotes:
         finally:
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def __getitem__(self, name: str) -> Remote:
         return self._remotes[name]

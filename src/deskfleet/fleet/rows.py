@@ -1,7 +1,7 @@
 """Each rank's Engram rows, packed on its node's own disk: which node packs what, and what came of it.
 
 The packing runs on the node, where rows need not travel: `deskfleet.fleet.pack_here` with the engine image's
-deskfleet_engram, or the node's. Knows how engines share tables out among ranks; knows nothing of files of a pack.
+deskfleet_engram, or the node's. How an engine shares tables out among ranks is its planner's; knows no files of a pack.
 """
 
 from __future__ import annotations
@@ -16,20 +16,9 @@ from deskfleet.fleet.program import Program, follow
 from deskfleet.fleet.pull import OnEvent, chosen_nodes
 from deskfleet.fleet.remote import Remote, Remotes
 from deskfleet.fleet.spec import FleetSpec, NodeSpec
-from deskfleet.planner.wishes import EngineName
+from deskfleet.planner.engines.registry import pack_split
 
 Level = Literal["quick", "sample", "full"]
-
-Split = Literal["strided", "runs", "runs or rows", "none"]
-"""How tables are shared out among ranks; `pack_here`, which runs on nodes, knows what each means."""
-
-_SPLIT: Mapping[EngineName, Split] = {
-    "native": "strided",
-    "vllm": "runs",
-    "sglang": "runs or rows",
-}
-"""Who reads what, as each engine has it: `model.layout` for native; of vLLM 0.33 `engram.py`, where rank r looks up the
-columns r * n to (r + 1) * n - 1; of SGLang 0.5.23 the same where the columns divide, else equal ranges of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +112,10 @@ def ranks_of(spec: FleetSpec, node: NodeSpec) -> tuple[tuple[int, ...], int]:
 
 def pack_program(spec: FleetSpec, node: NodeSpec, options: PackOptions) -> Program:
     """Return the program that packs on `node`. Raises ConfigError as `ranks_of`, and for an engine without packs."""
-    if spec.engine.name not in _SPLIT:
-        raise ConfigError(
-            f"{spec.path}: engine {spec.engine.name} reads the published shards of the tables, not packs",
-            hint="put those two shards of the published checkpoint in paths.engram on each node, with its "
-            "config.json and model.safetensors.index.json",
-        )
+    try:
+        split = pack_split(spec.engine.name)
+    except ConfigError as error:
+        raise ConfigError(f"{spec.path}: {error.message}", hint=error.hint) from None
     ranks, world_size = ((), 1) if options.has_all else ranks_of(spec, node)
     model = spec.checkpoint.model
     words = {
@@ -136,7 +123,7 @@ def pack_program(spec: FleetSpec, node: NodeSpec, options: PackOptions) -> Progr
         "pack_dir": node.paths.engram,
         "ranks": ranks,
         "world_size": world_size,
-        "split": "none" if options.has_all else _SPLIT[spec.engine.name],
+        "split": "none" if options.has_all else split,
         "model": None if model.startswith("/") else model,
         "revision": spec.checkpoint.revision,
         "level": options.level,

@@ -104,6 +104,15 @@ class GatewaySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartSpec:
+    """What follows if a fleet that has served fails, in seconds; see `fleet.watch.Policy`. No back-off, no restart."""
+
+    backoff_s: tuple[float, ...]
+    steady_s: float
+    absent_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """One fleet. The head is `nodes[0]`; `secrets` are references, `env:NAME` or `file:/PATH`, never values."""
 
@@ -117,6 +126,7 @@ class FleetSpec:
     share: Share
     gateway: GatewaySpec
     secrets: Mapping[str, str]
+    restart: RestartSpec
     warnings: tuple[str, ...] = ()
 
     @property
@@ -182,6 +192,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> FleetSource:
         ),
         secrets={name: _reference(text, directory) for name, text in table.secrets.items()},
         warnings=_warnings(file),
+        restart=RestartSpec(tuple(table.restart.backoff_s), table.restart.steady_s, table.restart.absent_s),
     )
     return FleetSource(file, profile, spec)
 
@@ -463,6 +474,7 @@ __all__ = [
     "GatewaySpec",
     "NodePaths",
     "NodeSpec",
+    "RestartSpec",
     "Share",
     "is_by_digest",
     "read_source",

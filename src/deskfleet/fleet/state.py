@@ -6,6 +6,8 @@
         record.json       the latest launch and how far it has come: `Record`
         launches/<id>/    launch.json, events.jsonl, supervisor.log, rank-<n>.log, gates.json
 
+One supervisor has several launches when it restarts; its log lies with the first.
+
 Owns these files. Locks are the kernel's: they end with whoever holds them, so a file that is left behind means nothing.
 Knows no container and no engine.
 """
@@ -20,7 +22,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +31,18 @@ import msgspec
 from deskfleet.errors import DeskfleetError
 from deskfleet.fleet.launch import LaunchSpec, launch_from_json, launch_to_json
 
-Phase = Literal["checking", "starting", "loading", "asking", "serving", "stopping", "stopped", "failed"]
-"""How far a launch is. The last two are the ends: it was stopped, or it ended by itself with a reason."""
+Phase = Literal[
+    "checking", "starting", "loading", "asking", "serving", "stopping", "waiting", "stopped", "failed"
+]
+"""How far a launch is. The last two are the ends: it was stopped, or it ended by itself with a reason.
+
+`waiting`: it has served, has failed, and nothing of it runs any more; its supervisor will start another launch.
+"""
 
 ENDS: tuple[Phase, ...] = ("stopped", "failed")
 KEPT_LAUNCHES = 5
 _LOOKED_AT_S = 1.0  # whoever asks whether there is a supervisor holds its lock for an instant
+_HELD_S = 0.2  # the same of who acts; being told that somebody does should not take long
 
 
 class Busy(DeskfleetError):
@@ -42,10 +50,12 @@ class Busy(DeskfleetError):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch as its supervisor wrote it last. `url` once it serves, `reason` and `exit_code` once it has failed.
+    """A launch as its supervisor wrote it last. `url` while it serves, `reason` and `exit_code` once it has failed.
 
-    `fleet_file` and `digest` say what it was started from. What is written here was true when it was written: whether
-    the supervisor lives is `FleetState.supervisor`'s to say.
+    `reason` and `restart_at`, a time in UTC, while it is `waiting`. `restart` counts this supervisor's launches before
+    this one, and `after` says why the last of them ended. `closed`: why it serves and lets nobody in. `fleet_file` and
+    `digest` say what it was started from. What is written here was true when it was written: whether the supervisor
+    lives is `FleetState.supervisor`'s to say.
     """
 
     launch_id: str
@@ -59,6 +69,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str | None = None
     reason: str | None = None
     exit_code: int | None = None
+    restart_at: str | None = None
+    restart: int = 0
+    after: str | None = None
+    closed: str | None = None
 
 
 class FleetState:
@@ -78,10 +92,9 @@ class FleetState:
         `patience_s`: who follows a launch that was just ended needs a moment to notice.
         """
         with self._opened("acting.lock") as lock:
-            if not _lock(lock, patience_s):
-                holder = os.pread(lock, 1000, 0).decode(errors="replace").strip() or "somebody"
+            if not _lock(lock, max(patience_s, _HELD_S)):
                 raise Busy(
-                    f"the fleet {self.fleet} is being changed: {holder}",
+                    f"the fleet {self.fleet} is being changed: {_said_in(lock) or 'somebody'}",
                     hint="wait for it, or see deskfleet fleet status",
                 )
             say_holder(lock, what)
@@ -98,14 +111,24 @@ class FleetState:
 
     def supervisor(self) -> int | None:
         """The process id of the supervisor that lives now; None when there is none."""
+        said = self._holder("supervisor.lock")
+        return None if said is None else _pid_in(said)
+
+    def actor(self) -> str | None:
+        """Who changes the fleet now, as they have said it; None when nobody does, or only this process."""
+        said = self._holder("acting.lock")
+        return None if said is None or _pid_in(said) == os.getpid() else said or "somebody"
+
+    def _holder(self, name: str) -> str | None:
+        """What is written in a lock that somebody has; None when nobody has it."""
         try:
-            lock = os.open(self.directory / "supervisor.lock", os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _pid_in(os.pread(lock, 1000, 0).decode(errors="replace"))
+            return _said_in(lock)
         finally:
             os.close(lock)
         return None
@@ -155,9 +178,11 @@ class FleetState:
         except FileNotFoundError:
             return []
 
-    def forget_old_launches(self) -> None:
-        """Keep the files of the latest launches only."""
+    def forget_old_launches(self, *, keep: str | None = None) -> None:
+        """Keep the files of the latest launches only, and of `keep`, where a supervisor still writes its log."""
         for launch_id in self.launches()[:-KEPT_LAUNCHES]:
+            if launch_id == keep:
+                continue
             shutil.rmtree(self.directory / "launches" / launch_id, ignore_errors=True)
 
 
@@ -221,9 +246,10 @@ class Launch:
         return [json.loads(line) for line in whole.splitlines()], offset + len(whole)
 
 
-def now() -> str:
-    """This moment, in UTC, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def now(in_s: float = 0.0) -> str:
+    """This moment, or another `in_s` from it, in UTC, to the millisecond."""
+    moment = datetime.now(UTC) + timedelta(seconds=in_s)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def say_holder(lock: int, what: str) -> None:
@@ -244,6 +270,10 @@ def _lock(lock: int, patience_s: float) -> bool:
             time.sleep(0.02)
         else:
             return True
+
+
+def _said_in(lock: int) -> str:
+    return os.pread(lock, 1000, 0).decode(errors="replace").strip()
 
 
 def _pid_in(text: str) -> int | None:

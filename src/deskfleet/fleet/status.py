@@ -3,7 +3,9 @@
 Owns the verdict:
 
     up          the supervisor serves, every rank's container runs, the endpoint answers           exit code 0
-    starting    a launch is under way; stopping: an end is                                         1
+    closed      the same, and nobody is let in until a node has memory again                       1
+    starting    a launch is under way, or somebody is about to begin one; stopping: an end is      1
+    waiting     it has failed, nothing of it runs, and its supervisor will start it again          1
     down        no supervisor and no container                                                     1
     half-alive  anything between, such as containers without a supervisor                          3
     unknown     nothing contradicts "down", but a node cannot be reached                           3
@@ -28,18 +30,24 @@ from deskfleet.fleet.down import Cleared, Found, clear, find_containers
 from deskfleet.fleet.launch import LaunchSpec
 from deskfleet.fleet.remote import Remotes
 from deskfleet.fleet.spec import FleetSpec
-from deskfleet.fleet.state import FleetState, Record
+from deskfleet.fleet.state import ENDS, FleetState, Record
+from deskfleet.fleet.watch import spell_due
 
-Verdict = Literal["up", "starting", "stopping", "down", "half-alive", "unknown"]
+Verdict = Literal["up", "closed", "starting", "stopping", "waiting", "down", "half-alive", "unknown"]
 
 EXIT_CODES: dict[Verdict, int] = {
     "up": 0,
+    "closed": 1,
     "starting": 1,
     "stopping": 1,
+    "waiting": 1,
     "down": 1,
     "half-alive": 3,
     "unknown": 3,
 }
+
+_STARTERS = ("launch ", "deskfleet fleet serve", "deskfleet fleet restart")
+"""How those begin who have the fleet while their supervisor does not say anything yet."""
 
 _HEALTH_S = 5.0
 _STEP_S = 0.05
@@ -61,7 +69,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """What there is. `supervisor` is a process id, `endpoint` what the gateway says of itself."""
+    """What there is. `supervisor` is a process id, `endpoint` what the gateway says of itself.
+
+    `memory` is the watchdog's last event of the latest launch.
+    """
 
     fleet: str
     verdict: Verdict
@@ -71,6 +82,7 @@ class FleetStatus:
     ranks: tuple[RankStatus, ...]
     unreachable: dict[str, str]
     endpoint: str | None
+    memory: dict[str, Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -89,6 +101,7 @@ class FleetStatus:
             "ranks": [asdict(rank) for rank in self.ranks],
             "unreachable": self.unreachable,
             "endpoint": self.endpoint,
+            "memory": self.memory,
         }
 
 
@@ -102,7 +115,8 @@ async def see_status(spec: FleetSpec, state: FleetState, remotes: Remotes) -> Fl
     endpoint, is_healthy = await _ask_endpoint(url)
     ranks = _ranks(record, launch, found)
     reasons: list[str] = []
-    verdict = _verdict(supervisor, record, ranks, found, endpoint, reasons, is_healthy=is_healthy)
+    actor = state.actor() if supervisor is None else None
+    verdict = _verdict(supervisor, actor, record, ranks, found, endpoint, reasons, is_healthy=is_healthy)
     return FleetStatus(
         fleet=spec.name,
         verdict=verdict,
@@ -112,14 +126,20 @@ async def see_status(spec: FleetSpec, state: FleetState, remotes: Remotes) -> Fl
         ranks=ranks,
         unreachable={name: error.message for name, error in found.unreachable.items()},
         endpoint=endpoint,
+        memory=None if record is None else _last_memory(state, record.launch_id),
     )
+
+
+def _last_memory(state: FleetState, launch_id: str) -> dict[str, Any] | None:
+    events, _ = state.launch(launch_id).events()
+    return next((each for each in reversed(events) if each["event"].startswith("memory")), None)
 
 
 def _ranks(record: Record | None, launch: LaunchSpec | None, found: Found) -> tuple[RankStatus, ...]:
     """The latest launch's ranks, then containers of the fleet that are no part of it."""
     shown: list[RankStatus] = []
     ours: set[str] = set()
-    if record is not None and launch is not None and (record.phase not in ("stopped", "failed") or found.all):
+    if record is not None and launch is not None and (record.phase not in (*ENDS, "waiting") or found.all):
         there = found.of_launch(record.launch_id)
         for rank in launch.ranks:
             node, container = there.get(rank.rank, (rank.node, None))
@@ -135,6 +155,7 @@ def _ranks(record: Record | None, launch: LaunchSpec | None, found: Found) -> tu
 
 def _verdict(
     supervisor: int | None,
+    actor: str | None,
     record: Record | None,
     ranks: tuple[RankStatus, ...],
     found: Found,
@@ -145,6 +166,10 @@ def _verdict(
 ) -> Verdict:
     reasons += [error.message for error in found.unreachable.values()]
     if supervisor is None:
+        if actor is not None:
+            reasons.append(f"being changed: {actor}")
+            if actor.startswith(_STARTERS):
+                return "starting"  # what the record says is of the launch before
         if record is not None and record.phase == "failed" and record.reason is not None:
             reasons.append(f"the last launch failed: {record.reason}")
         elif record is not None and record.phase != "stopped":
@@ -154,6 +179,9 @@ def _verdict(
             reasons.append(f"containers without a supervisor: {names}")
             return "half-alive"
         return "unknown" if found.unreachable else "down"
+    if record is not None and record.phase == "waiting":
+        reasons += [record.reason or "it has failed", spell_due(record)]
+        return "waiting"
     if record is None or record.phase not in ("serving", "stopping"):
         return "starting"
     if record.phase == "stopping":
@@ -164,6 +192,9 @@ def _verdict(
         if rank.state not in ("running", "unknown") or rank.launch_id != record.launch_id
     ]
     reasons += wrong
+    if record.closed is not None and not wrong and not is_healthy:
+        reasons.append(f"nobody is let in: {record.closed}")
+        return "closed"
     if not is_healthy:
         reasons.append(f"the endpoint: {endpoint}")
     return "half-alive" if wrong or not is_healthy else "up"
@@ -240,9 +271,9 @@ async def bring_down(
         name: tuple(f"rank {rank.rank} ({rank.container})" for rank in launch.on_node(name)) if launch else ()
         for name in cleared.failures
     }
-    if record is not None and record.phase not in ("stopped", "failed"):
+    if record is not None and record.phase not in ENDS:
         # Its supervisor cannot write this any more.
-        state.write_record(msgspec.structs.replace(record, phase="stopped", url=None))
+        state.write_record(msgspec.structs.replace(record, phase="stopped", url=None, restart_at=None))
     return Stopped(said, cleared, still)
 
 

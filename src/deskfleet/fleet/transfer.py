@@ -14,7 +14,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -203,6 +204,42 @@ def hash_file(path: Path, file: RemoteFile, on_bytes: Callable[[int], None] | No
             if on_bytes is not None:
                 on_bytes(count)
     return digester.found
+
+
+def hash_files(
+    directory: Path, files: Sequence[RemoteFile], on_progress: Callable[[TransferProgress], None]
+) -> Iterator[tuple[RemoteFile, str]]:
+    """Hash files that are there, several at once, and yield their digests in order.
+
+    `on_progress` is told at most once a second how far it is, by whichever thread comes first, and at the end.
+    """
+    if not files:
+        return
+    total = sum(file.size_bytes for file in files)
+    rate = Rate(total, 0)
+    lock = threading.Lock()
+    done_bytes = num_done = 0
+    told_s = time.monotonic()
+
+    def tell() -> None:
+        per_s, eta_s = rate.now(done_bytes)
+        on_progress(TransferProgress(done_bytes, total, num_done, len(files), per_s, eta_s))
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal done_bytes, told_s
+        with lock:
+            done_bytes += num_bytes
+            if time.monotonic() - told_s >= _TELL_EVERY_S:
+                told_s = time.monotonic()
+                tell()
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        digests = pool.map(lambda file: hash_file(directory / file.name, file, on_bytes), files)
+        for file, digest in zip(files, digests, strict=True):
+            num_done += 1
+            yield file, digest
+    with lock:
+        tell()
 
 
 def sync_directory(path: Path) -> None:
@@ -529,6 +566,7 @@ __all__ = [
     "check_space",
     "free_bytes",
     "hash_file",
+    "hash_files",
     "needed_bytes",
     "sync_directory",
 ]

@@ -6,7 +6,6 @@ Owns the order of a start on nodes. What a rank runs is `render`'s, how docker i
 from __future__ import annotations
 
 import hashlib
-import secrets
 import subprocess
 import sys
 import time
@@ -85,8 +84,8 @@ class GateChoice:
 
 
 def new_launch_id() -> str:
-    """An id that sorts by time."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    """An id that sorts by time: of two within a second the microseconds tell."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def with_all_nodes(source: FleetSource) -> FleetSource:

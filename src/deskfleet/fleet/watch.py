@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
-from deskfleet.fleet.state import FleetState, Record
+from deskfleet.fleet.state import FleetState, Record, now
 
 Standing = Literal["up", "waiting", "ended"]
 """Ranks run or are being started; all are stopped and will be started again; nothing is done any more."""
@@ -52,20 +53,22 @@ class Supervised:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """A rank's process is over. `code` None: nobody can say how."""
+    """A rank's process is over. `code` None: nobody can say how. `said` is a better sentence than this makes."""
 
     rank: int
     node: str
     code: int | None
     is_out_of_memory: bool = False
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatLost:
-    """A rank says nothing any more, and its process may still be there."""
+    """A rank says nothing any more, and its process may still be there. `said` is as RankEnded's."""
 
     rank: int
     node: str
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,8 @@ def decide(
 
 def _sentence(event: Event) -> str:
     match event:
+        case RankEnded(said=said) | HeartbeatLost(said=said) if said:
+            return said
         case RankEnded(rank, node, code, is_out_of_memory):
             how = "ended, nobody knows how" if code is None else f"ended with {code}"
             return f"rank {rank} on {node} {how}{', out of memory' if is_out_of_memory else ''}"
@@ -208,13 +213,17 @@ def _failed(state: Supervised, sentence: str, time_s: float, policy: Policy) -> 
     if failures > len(policy.backoff_s):
         return _given_up(
             replace(state, failures=failures),
-            f"{sentence}; that was failure {failures} without {policy.steady_s / 60:g} minutes of service between them",
+            f"{sentence}; that was failure {failures} without {_span(policy.steady_s)} of service between them",
         )
     wait_s = policy.backoff_s[failures - 1]
     state = replace(state, standing="waiting", failures=failures, due_s=time_s + wait_s, serving_since_s=None)
     return state, Decision(
         "stop_all", f"{sentence}; restart {failures} of {len(policy.backoff_s)} in {wait_s:g} s"
     )
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
 
 
 def _given_up(state: Supervised, reason: str) -> tuple[Supervised, Decision]:
@@ -230,7 +239,7 @@ def _time_passed(state: Supervised, time_s: float, policy: Policy) -> tuple[Supe
     if gone:
         return _given_up(
             state,
-            f"{', '.join(gone)} cannot be reached for {policy.absent_s / 60:g} minutes: nothing can start",
+            f"{', '.join(gone)} cannot be reached for {_span(policy.absent_s)}: nothing can start",
         )
     if state.absent:
         return state, _NOTHING
@@ -264,13 +273,23 @@ def _node_back(
 class News:
     """What is new. `record` is the launch as its supervisor wrote it last, `supervisor` its process id while it lives.
 
-    `is_changed`: the launch, its phase or its supervisor is another than the last time.
+    `is_changed`: the launch, its phase, its supervisor or whether anybody is let in is another than the last time.
     """
 
     record: Record | None
     supervisor: int | None
     is_changed: bool
     events: tuple[dict[str, Any], ...]
+
+
+def spell_due(record: Record) -> str:
+    """When a waiting fleet is started again, as a sentence."""
+    due_in_s = (datetime.fromisoformat(record.restart_at or now()) - datetime.now(UTC)).total_seconds()
+    if due_in_s > 0:
+        return f"the next start is due in {due_in_s:.0f} s"
+    return (
+        f"the next start was due {-due_in_s:.0f} s ago: it waits for a node, or for whoever changes the fleet"
+    )
 
 
 class Watcher:
@@ -295,7 +314,7 @@ class Watcher:
                 events += self._rest()  # how the launch before came to its end
                 self._launch_id, self._offset = record.launch_id, 0
             events += self._rest()
-        seen = (record and (record.launch_id, record.phase), supervisor)
+        seen = (record and (record.launch_id, record.phase, record.closed), supervisor)
         is_changed, self._seen = seen != self._seen, seen
         return News(record, supervisor, is_changed, tuple(events))
 
@@ -324,4 +343,5 @@ __all__ = [
     "Tick",
     "Watcher",
     "decide",
+    "spell_due",
 ]

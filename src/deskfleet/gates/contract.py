@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 Verdict = Literal["pass", "fail", "skip"]
 When = Literal["launch", "acceptance"]
-Cause = Literal["answer", "refusal", "server", "time", "tool"]
+Cause = Literal["answer", "refusal", "server", "time", "pace", "tool"]
 """Whose fault a verdict other than `pass` is: a wrong answer, a refused question, a server that failed or cannot be
-read, no answer in time, or the gate itself, which could not do what it claims to do."""
+read, no answer in time, right answers that came too slowly or unevenly, or the gate itself, which could not do what it
+claims to do."""
 
 
 @dataclass(frozen=True, slots=True)

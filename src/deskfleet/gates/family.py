@@ -6,7 +6,7 @@ many single questions may go wrong. Gates ask for questions and do not know whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -160,4 +160,9 @@ def _general(reason: str) -> QuestionSet:
     )
 
 
-__all__ = ["FAMILIES", "FamilyName", "QuestionSet", "choose_family"]
+def of_each_family(value: Callable[[QuestionSet], str]) -> str:
+    """Return what differs between families, for the threshold of a gate: `80% (Pocket), 60% (others)`."""
+    return f"{value(_pocket(''))} (Pocket), {value(_general(''))} (others)"
+
+
+__all__ = ["FAMILIES", "FamilyName", "QuestionSet", "choose_family", "of_each_family"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from deskfleet.gates.contract import Figure, Grid, Series
 
 _CELL_W, _CELL_H, _LEFT = 92, 34, 56
-_WIDTH, _HEIGHT, _MARGIN = 640, 200, 56
+_WIDTH, _HEIGHT, _MARGIN, _TOP, _BOTTOM = 640, 190, 56, 28, 28
+_INTERVALS = 4
+_NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def to_svg(figure: Figure) -> str:
@@ -46,16 +49,17 @@ def _series(series: Series) -> str:
     if not points:
         return ""
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = min(0.0, *(y for _, y in points)), max(0.0, *(y for _, y in points))
-    x_span, y_span = (x_high - x_low) or 1.0, (y_high - y_low) or 1.0
+    levels = _levels(min(0.0, *(y for _, y in points)), max(0.0, *(y for _, y in points)))
+    y_low, y_high = levels[0], levels[-1]
+    x_span, y_span = (x_high - x_low) or 1.0, y_high - y_low
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _MARGIN + (x - x_low) / x_span * (_WIDTH - _MARGIN - 12)
-        down = 12 + (y_high - y) / y_span * (_HEIGHT - _MARGIN - 12)
+        down = _TOP + (y_high - y) / y_span * (_HEIGHT - _BOTTOM - _TOP)
         return round(across, 1), round(down, 1)
 
     parts = [_open(series.title, _WIDTH, _HEIGHT)]
-    for level in (y_low, (y_low + y_high) / 2, y_high):
+    for level in levels:
         _, down = place(x_low, level)
         parts.append(f'<line class="rule" x1="{_MARGIN}" x2="{_WIDTH - 12}" y1="{down}" y2="{down}"/>')
         parts.append(_text(_MARGIN - 6, down + 4, _number(level), "end"))
@@ -64,11 +68,21 @@ def _series(series: Series) -> str:
         parts.append(f'<polyline class="line line-{number % 4}" points="{path}"/>')
         if len(line) <= 24:
             parts += ['<circle class="dot" cx="{}" cy="{}" r="2.5"/>'.format(*place(x, y)) for x, y in line]
-    base = _HEIGHT - _MARGIN + 18
+    base = _HEIGHT - _BOTTOM + 18
     parts.append(_text(_MARGIN, base, _number(x_low), "start"))
-    parts.append(_text(_WIDTH - 12, base, f"{_number(x_high)} {series.x_label}", "end"))
-    parts.append(_text(_MARGIN, _HEIGHT - 8, series.y_label, "start"))
+    parts.append(_text(_WIDTH - 12, base, _number(x_high), "end"))
+    parts.append(_text((_MARGIN + _WIDTH - 12) / 2, base, series.x_label, "middle"))
+    parts.append(_text(_MARGIN, 14, series.y_label, "start"))
     return "".join([*parts, "</svg>"])
+
+
+def _levels(low: float, high: float) -> list[float]:
+    """Return two or more round numbers, equally far apart, the first at most `low` and the last at least `high`."""
+    high = high if high > low else low + 1
+    least = (high - low) / _INTERVALS
+    magnitude = 10.0 ** math.floor(math.log10(least))
+    step = next(nice * magnitude for nice in _NICE if nice * magnitude >= least * (1 - 1e-9))
+    return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
 def _number(value: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_MARKUP = re.compile(r"</?think>|<\|[\w ]+\|>|<｜|｜>|｜DSML｜|<tool_call>|\ufffd")
+_MARKUP = re.compile(r"</?think>|<\|[\w ]+\|>|<｜|｜>|｜DSML｜|<tool_call>")
 _REPEATED = re.compile(r"(.{1,16}?)\1{7,}", re.DOTALL)
 _COMMON_WORDS = """
 a about after all an and are as at be because been before but by can did do for from had has have he her him his i if in
@@ -34,6 +34,8 @@ def fault_in(text: str) -> str | None:
         return "empty"
     if (markup := _MARKUP.search(stripped)) is not None:
         return f"full of control markup: {markup[0]!r} in {shown(stripped)}"
+    if "\ufffd" in stripped:
+        return f"full of broken characters, bytes that are no text: {shown(stripped)}"
     if (control := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", stripped)) is not None:
         return f"full of control characters: {control[0]!r} in {shown(stripped)}"
     if (repeated := _constant(stripped)) is not None:

@@ -91,6 +91,7 @@ _CAUSES = {
     "refusal": "the server refused what it should take",
     "server": "the server failed, or what it sent cannot be read",
     "time": "no answer in the time given",
+    "pace": "slower than it was, or than others beside it",
     "tool": "the gate itself could not do its work",
 }
 
@@ -175,7 +176,7 @@ def _conditions(report: Report) -> str:
         ("evidence", report.evidence_dir or "not written (--evidence DIR)"),
         *report.provenance.items(),
     ]
-    inside = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows)
+    inside = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows if value)
     return f"<dl>{inside}</dl>"
 
 

@@ -27,7 +27,7 @@ _VERDICTS = """\
 
 * **pass**: it was shown. Lengths are the server's own token counts, never this client's guess.
 * **fail**: it is not so. `cause` says whose fault it is: a wrong `answer`, a `refusal` of what should be taken, a
-  `server` that failed or cannot be read, no answer in `time` (`--patience`).
+  `server` that failed or cannot be read, no answer in `time` (`--patience`), a `pace` that falls or is shared unevenly.
 * **skip**: it could not be shown, with the reason; with the cause `tool` the gate itself could not do its work.
 
 Gates that do not mind each other run side by side. One that fails beside others is asked again alone, and the reason
@@ -64,7 +64,14 @@ offers them (`POST /v1/completions` with `echo` and `logprobs`); `--score a.json
 them: mean and largest difference, perplexity. For checkpoints on this machine, `deskfleet score` compares whole logits.
 
 `lm-eval` prints the command that runs lm-evaluation-harness against the server, and judges its result file
-(`--lm-eval-results`).
+(`--lm-eval-results`). In a checkout, `tools/lm_eval_env.sh var/lm-eval` installs that program; tasks that compare log
+probabilities need a server that gives those of a prompt (`echo`).
+
+## Pace
+
+Rates are compared with each other within a run. Where the server is on the machine that asks, and that machine got
+other work meanwhile (more threads want to run than before, and than it has cores), a rate that fell is a skip with the
+cause `tool`: neither a pass nor the server's fault.
 """
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -99,8 +98,7 @@ class RegexFormat(Struct, frozen=True, tag_field="type", tag="regex"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormWishes:
+class FormWishes(Struct, frozen=True, kw_only=True):
     """What a request says about the form of its answer.
 
     `functions` are those the prompt shows, as Chat Completions spells them. `calls_are_begun`: the prompt has opened

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,9 +48,10 @@ from deskfleet.gateway.protocols.tokens import TokenCounter
 from deskfleet.gateway.replicas import HEADER as TOKENS_HEADER
 from deskfleet.gateway.replicas import RETOKENISED, Replicated, replicated
 from deskfleet.gateway.settings import GatewaySettings
-from deskfleet.gateway.stream import OPEN_STREAM, fail_stream, generating, stream_answer, whole_answer
+from deskfleet.gateway.stream import OPEN_STREAM, fail_stream, stream_answer, whole_answer
 from deskfleet.gateway.thinking import HEADER as THINKING_HEADER
 from deskfleet.gateway.token_texts import join
+from deskfleet.gateway.watched import WatchedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ Policies = Sequence[Policy] | Callable[[], Sequence[Policy]]
 class _Gateway:
     """What every handler may use. `protocols` by route."""
 
-    engine: TokenEngine
+    engine: WatchedEngine
     settings: GatewaySettings
     protocols: Mapping[str, GeneratingProtocol]
     counter: TokenCounter
@@ -87,7 +89,7 @@ _LINGERING_S = 2.0
 """How long the rest of a body is still taken after its request was refused, so that the client can read why."""
 
 _QUICK_BYTES = 4096
-_SLOW_FIELDS = (b"image", b"format", b"schema", b"strict", b"grammar", b"regex", b"\\u")
+_SLOW_FIELDS = re.compile(rb"image|format|schema|strict|grammar|regex|\\u")
 """What a field is called that may take long to prepare, as far as all protocols have it in common."""
 
 _ANTHROPIC_ROUTES = "/v1/messages"
@@ -132,7 +134,7 @@ def create_app(
     chat, messages = ChatProtocol(*made), MessagesProtocol(*made)
     observed = Observation(
         engine,
-        settings.observation or ObservationSettings(),
+        gate.observed(settings.observation or ObservationSettings()),
         model_id=settings.model_id,
         canary_token_ids=(chat_format.config.bos_token_id,),
         vocab_size=chat_format.config.vocab_size,
@@ -197,7 +199,7 @@ async def serving(
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}",
-                hint="choose another --port, or 0 for any free one",
+                hint="choose another port: --port, or port under [gateway] in fleet.toml; 0 takes any free one",
             ) from error
         port: int = runner.addresses[0][1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -240,19 +242,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
     prepared, watchers = apply_policies(prepared, (*gateway.policies(), *gateway.gate.policies_for(caller)))
     request[_MAX_TOKENS] = prepared.generate.sampling.max_tokens
     parser = protocol.parser(prepared)
-    async with (
-        gateway.gate.admitted(prepared.draft) as ticket,
-        generating(gateway.engine, prepared.generate) as tokens,
-    ):
+    async with gateway.gate.admitted(prepared.draft) as ticket:
         watchers = (ticket.push, *watchers, record.watch)
         if gateway.debug is not None:
             watchers = (*watchers, gateway.debug.begin(record))
+        tokens = gateway.engine.generate(prepared.generate)
         try:
             if prepared.stream:
                 return await stream_answer(request, tokens, parser, watchers)
             return await whole_answer(tokens, parser, watchers)
         finally:
             record.repairs = parser.repairs
+            await tokens.aclose()  # whatever is under way ends in the engine
 
 
 def _is_quick(body: bytes) -> bool:
@@ -261,7 +262,7 @@ def _is_quick(body: bytes) -> bool:
     What is wrongly held for slow costs a tenth of a millisecond; a wrongly quick one would hold up every stream. So
     field names count wherever they stand, and a body that may spell them with escapes is not quick.
     """
-    return len(body) <= _QUICK_BYTES and not any(name in body for name in _SLOW_FIELDS)
+    return len(body) <= _QUICK_BYTES and _SLOW_FIELDS.search(body) is None
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -352,7 +353,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every exception into an answer: a status, or an event once a stream is open."""
     protocol = request.app[_GATEWAY].protocols.get(request.path)
-    request[REQUEST_ID] = f"{protocol.id_prefix if protocol else 'req-'}{uuid.uuid4().hex}"
+    request[REQUEST_ID] = f"{protocol.id_prefix if protocol else 'req-'}{os.urandom(16).hex()}"
     record = request[RECORD]
     record.request_id = record.request_id or request[REQUEST_ID]
     try:

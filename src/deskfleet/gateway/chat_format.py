@@ -1,9 +1,9 @@
 """How one checkpoint spells a conversation: its encoding, its tokenizer and its control tokens.
 
-Owns what is read from the checkpoint at start: tokenizer.json and config.json. Knows nothing of requests.
+Owns what is read from tokenizer.json at start. Knows nothing of requests.
 
-`model_type` in config.json decides between the encodings: `deepseek_v41` is V4.1's, `deepseek_v4` is V4's. They differ
-in where system messages may stand, in how an effort is said (a number; three texts), and in the spelling of calls.
+config.json decides between the encodings (`token_facts`). They differ in where system messages may stand, in how an
+effort is said (a number; three texts), and in the spelling of calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from deepseek_recipe import (
@@ -26,42 +25,11 @@ from deepseek_recipe import (
     UserMessage,
 )
 
-from deskfleet.errors import CheckpointError, ConfigError
+from deskfleet.errors import CheckpointError
 from deskfleet.gateway.answer_form import V4_CALLS, V41_CALLS, CallSpelling, Marker
 from deskfleet.gateway.protocols.markup import EXACT_MARKER, EXACT_THOUGHT_END
+from deskfleet.gateway.token_facts import Encoding, TokenFacts, read_token_facts
 from deskfleet.gateway.token_texts import TokenizerFile, token_texts
-from deskfleet.model.config import ModelConfig, VisionConfig
-
-Encoding = Literal["v4", "v4.1"]
-
-_ENCODINGS: dict[str, Encoding] = {"deepseek_v4": "v4", "deepseek_v41": "v4.1"}
-"""`model_type` of a checkpoint -> how its conversations are spelled."""
-
-
-class _V4Config(msgspec.Struct, frozen=True):
-    """What the gateway needs of a V4 checkpoint's config.json (V4 spec §2.1)."""
-
-    vocab_size: int
-    bos_token_id: int
-    eos_token_id: int
-    pad_token_id: int | None = None
-
-
-class _ModelType(msgspec.Struct, frozen=True):
-    model_type: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenFacts:
-    """What config.json says of tokens and images. `image_token_id` is None where there are no images."""
-
-    vocab_size: int
-    bos_token_id: int
-    eos_token_id: int
-    pad_token_id: int | None
-    image_token_id: int | None
-    vision: VisionConfig | None
-
 
 _REQUIRED = (
     SpecialToken.Bos,
@@ -129,7 +97,8 @@ class ChatFormat:
         # Else the library hands every prompt to a thread of its own and waits for it. It makes no prompt of one
         # conversation in less time: measured with 120,000 tokens in one message and in 200.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        config, name = _read_config(directory / "config.json", encoding)
+        config, own = read_token_facts(directory / "config.json")
+        name = encoding or own
         path = directory / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -201,33 +170,6 @@ class ChatFormat:
         turn = Conversation([UserMessage(text)], thinking_mode=False)
         # <bos> <User> text <Assistant> </think>
         return self.encoding.encode(turn)[2:-2]
-
-
-def _read_config(path: Path, encoding: Encoding | None) -> tuple[TokenFacts, Encoding]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"no such file: {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    try:
-        model_type = msgspec.json.decode(text, type=_ModelType).model_type
-        if _ENCODINGS.get(model_type) == "v4":
-            v4 = msgspec.json.decode(text, type=_V4Config)
-            facts = TokenFacts(v4.vocab_size, v4.bos_token_id, v4.eos_token_id, v4.pad_token_id, None, None)
-            return facts, encoding or "v4"
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    config = ModelConfig.from_file(path)
-    facts = TokenFacts(
-        config.vocab_size,
-        config.bos_token_id,
-        config.eos_token_id,
-        config.pad_token_id,
-        config.image_token_id,
-        config.vision,
-    )
-    return facts, encoding or "v4.1"
 
 
 def _check_tokens(ids: dict[str, int], config: TokenFacts, path: Path, *, needs_system: bool) -> None:

@@ -8,10 +8,13 @@ Owns in which order they meet a request, and reading its body within the limits.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -19,6 +22,7 @@ from aiohttp.typedefs import Middleware
 from deskfleet.gateway.admission import Admission, Ticket
 from deskfleet.gateway.image_fetch import ImageFetcher
 from deskfleet.gateway.keys import require_key
+from deskfleet.gateway.observation import ObservationSettings
 from deskfleet.gateway.policies.completion_cap import HEADER as MAX_TOKENS_HEADER
 from deskfleet.gateway.policies.contract import Caller, Draft, Policy
 from deskfleet.gateway.policies.images import IMAGE_LIMITS, ImageSettings
@@ -27,6 +31,8 @@ from deskfleet.gateway.policies.request_limits import RequestLimits, check_body
 from deskfleet.gateway.policy_file import Policies, PolicySettings, PolicyStore
 from deskfleet.gateway.refusals import BodyBroken, BodyTooLarge, BodyTooSlow
 from deskfleet.gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping and takes no new requests"
 
@@ -45,8 +51,10 @@ class Gate:
             engine_max_running=settings.max_running,
             counters=self.policies.counters,
         )
+        self._health = store.snapshot.settings.health
         store.on_reload(self._change)
         self._fetcher = ImageFetcher()
+        self._unread_s: WeakKeyDictionary[asyncio.BaseTransport, float] = WeakKeyDictionary()
 
     @property
     def header_timeout_s(self) -> float:
@@ -65,7 +73,7 @@ class Gate:
         """
         self.admission.check_open()
         settings = self.policies.settings_for(self._model_id, caller.key)
-        _limit_unread(request, settings.request_limits.unread_timeout_s)
+        self._limit_unread(request, settings.request_limits.unread_timeout_s)
         body = await _read_within(request, settings.request_limits)
         if len(body) > _QUICK_BYTES:
             await asyncio.to_thread(check_body, body, settings.request_limits)
@@ -73,6 +81,14 @@ class Gate:
             check_body(body, settings.request_limits)
         IMAGE_LIMITS.set(settings.images)
         return await self._fetcher.inline_images(body, settings.images)
+
+    def observed(self, own: ObservationSettings) -> ObservationSettings:
+        """Return what is observed, with the thresholds of health as the settings file says them.
+
+        Whoever holds the door has it closed for want of memory: two who decide about that would not agree.
+        """
+        said = self._health if own.intake is None else self._health.without_memory()
+        return replace(own, health=said.over(own.health))
 
     def policies_for(self, caller: Caller) -> Sequence[Policy]:
         """Return the policies of a request, in their order."""
@@ -87,8 +103,24 @@ class Gate:
         """Take nothing new and wait for what runs, as long as the settings say. Returns whether all of it finished."""
         return await self.admission.drain(STOPPING)
 
+    def _limit_unread(self, request: web.Request, seconds: float) -> None:
+        """Have the system end a connection whose client takes nothing for so long; aiohttp would wait for ever.
+
+        Data that nobody acknowledges counts, and so does a full window: a client that is there and does not read.
+        """
+        transport = request.transport
+        if transport is None or self._unread_s.get(transport) == seconds:
+            return  # said for an earlier request of the connection
+        self._unread_s[transport] = seconds
+        connection = transport.get_extra_info("socket")
+        if connection is not None and _TCP_USER_TIMEOUT is not None:
+            with suppress(OSError):  # no TCP: whoever is on this machine
+                connection.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
+
     def _change(self, settings: PolicySettings) -> None:
         self.admission.change(settings.admission)
+        if settings.health != self._health:
+            logger.warning("the settings of health are others now; they hold from the server's next start")
 
 
 _TCP_USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
@@ -107,17 +139,6 @@ def _said_by(settings: GatewaySettings) -> PolicySettings:
         ),
         request_limits=RequestLimits.model_construct(max_body_bytes=settings.max_body_bytes),
     )
-
-
-def _limit_unread(request: web.Request, seconds: float) -> None:
-    """Have the system end the connection when its client takes nothing for so long; aiohttp would wait for ever.
-
-    Data that nobody acknowledges counts, and so does a full window: a client that is there and does not read.
-    """
-    connection = request.get_extra_info("socket")
-    if connection is not None and _TCP_USER_TIMEOUT is not None:
-        with suppress(OSError):  # no TCP: whoever is on this machine
-            connection.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 
 async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:

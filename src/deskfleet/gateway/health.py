@@ -3,7 +3,7 @@
     starting   loads, or has not answered yet                          /health 503
     ready      answers, and nothing runs                               200
     busy       answers, and something runs, however much waits         200
-    degraded   answers, and something is wrong that may get worse      200; 503 below the memory floor
+    degraded   answers, and something is wrong that may get worse      200; 503 while nobody is let in
     stuck      is there and answers nothing                            503, running requests are failed
     dead       the engine has ended, and says why                      503
 
@@ -103,11 +103,14 @@ class HealthMachine:
             self._stall.forgive(sample.now_s)
             self._report.count = 0
             self._memory.forgive()
+            if self._stuck_s is not None:
+                self._stuck_s = sample.now_s
         self._last_s = sample.now_s
         self._has_reported |= sample.stats is not None
         self._proof.observe(sample)
         stuck = self._stuck_because(sample)
-        degraded = [*self._memory.observe(sample), *self._faults.observe(sample)]
+        closed = [] if sample.closed is None else [f"no new requests are taken: {sample.closed}"]
+        degraded = [*closed, *self._memory.observe(sample), *self._faults.observe(sample)]
         degraded += self._proof.doubts()
         state, reasons = self._state(sample, stuck, tuple(degraded))
         since_s = self.verdict.since_s if state == self.verdict.state else sample.now_s
@@ -115,7 +118,8 @@ class HealthMachine:
             state,
             reasons,
             since_s,
-            can_answer=state in ("ready", "busy") or (state == "degraded" and not self._memory.is_low),
+            can_answer=state in ("ready", "busy")
+            or (state == "degraded" and not self._memory.is_low and sample.closed is None),
             wants_canary=self._wants_canary(sample, state),
             canary_deadline_s=self._canary_deadline_s(sample),
             action=self._action(sample, state),
@@ -175,11 +179,11 @@ class HealthMachine:
         )
 
     def _action(self, sample: Sample, state: HealthState) -> Action:
-        if state in ("dead", "starting"):
+        if state == "starting":
             return "none"
         if self._stuck_s is not None and sample.now_s - self._stuck_s >= self._settings.dead_after_s:
             return "abandon"
-        return self._memory.action(sample)
+        return "none" if state == "dead" else self._memory.action(sample)
 
 
 __all__ = ["STATES", "HealthMachine", "HealthReport", "HealthState", "Verdict"]

@@ -26,6 +26,7 @@ from deskfleet.gateway.access_log import AccessLog
 from deskfleet.gateway.admission import AdmissionState
 from deskfleet.gateway.dashboard.routes import Dashboard
 from deskfleet.gateway.health_view import describe_health
+from deskfleet.gateway.intake import Intake
 from deskfleet.gateway.metrics import GatewayMetrics
 from deskfleet.gateway.observing import Observer
 from deskfleet.gateway.policies.counting import Counters
@@ -43,10 +44,11 @@ logger = logging.getLogger(__name__)
 class ObservationSettings:
     """What is observed. `access_log` is a file or `-` for stderr, `traces` where a collector takes OTLP over HTTP.
 
-    None leaves either out.
+    None leaves either out. `intake` is for whoever watches the engine's machines.
     """
 
     health: HealthSettings = field(default_factory=HealthSettings)
+    intake: Intake | None = None
     access_log: str | None = None
     traces: str | None = None
     dashboard: bool = True
@@ -78,7 +80,11 @@ class Observation:
         self.recent = RecentRequests()
         self.engine = WatchedEngine(engine, self.metrics)
         self.watch = HealthWatch(
-            self.engine, settings.health, canary_token_ids=canary_token_ids, vocab_size=vocab_size
+            self.engine,
+            settings.health,
+            canary_token_ids=canary_token_ids,
+            vocab_size=vocab_size,
+            intake=settings.intake,
         )
         self.observer = Observer(
             self.metrics,

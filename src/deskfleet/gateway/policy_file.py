@@ -34,6 +34,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from deskfleet.errors import ConfigError
 from deskfleet.gateway.admission import AdmissionSettings, ShareSettings
+from deskfleet.gateway.health_limits import HealthLimits
 from deskfleet.gateway.key_file import read_key_file
 from deskfleet.gateway.keys import KeyRing
 from deskfleet.gateway.policies.completion_cap import CompletionCap, CompletionCapSettings
@@ -79,6 +80,7 @@ class PolicySettings(KeySections):
     """The whole file."""
 
     admission: AdmissionSettings = AdmissionSettings()
+    health: HealthLimits = HealthLimits()
     keys_file: str | None = Field(default=None, min_length=1)
     models: dict[str, ModelSections] = Field(default_factory=dict)
     keys: dict[str, KeySections] = Field(default_factory=dict)

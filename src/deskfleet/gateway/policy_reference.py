@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from types import ModuleType
 
-from deskfleet.gateway import admission, image_fetch, keys, policy_file
+from deskfleet.gateway import admission, health_limits, image_fetch, keys, policy_file
 from deskfleet.gateway.policies import (
     completion_cap,
     data_repeats,
@@ -33,6 +33,7 @@ _SECTIONS: dict[str, tuple[ModuleType, ...]] = {
     "share": (),
     "request_limits": (request_limits,),
     "admission": (admission,),
+    "health": (health_limits,),
 }
 """Each section and the modules whose docstrings say what it is about, in the order of the page."""
 

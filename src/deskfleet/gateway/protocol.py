@@ -10,8 +10,9 @@ Owns the steps that every request for tokens goes through, and their order. Know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
+
+from msgspec import Struct, structs
 
 from deskfleet.endpoint import GenerateRequest, TokenChunk
 from deskfleet.errors import PromptTooLong, RequestError
@@ -25,8 +26,7 @@ NOBODY = Caller()
 PreparedT = TypeVar("PreparedT", bound="Prepared")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(Struct, frozen=True, kw_only=True):
     """One request as it may go to an engine. A protocol adds what its parser needs.
 
     `thought` is what the wishes for thinking add up to, None in a protocol without. `max_tokens_param` is what the
@@ -54,7 +54,7 @@ class Prepared:
 
     def with_draft(self, draft: Draft) -> Self:
         """Return the same request with what policies made of it."""
-        return self if draft is self.draft else replace(self, draft=draft)
+        return self if draft is self.draft else structs.replace(self, draft=draft)
 
 
 class WholeAnswer(Protocol):

@@ -10,12 +10,11 @@ Nothing is held back: every engine chunk is written, as one write, before the ne
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from aiohttp import web
 
-from deskfleet.endpoint import GenerateRequest, TokenChunk, TokenEngine
+from deskfleet.endpoint import TokenChunk
 from deskfleet.errors import EngineError
 from deskfleet.gateway.failures import Failure
 from deskfleet.gateway.protocol import AnswerParser
@@ -46,20 +45,6 @@ class _EventStream(web.StreamResponse):
     """A stream whose head waits for the first event: one write, and one packet, until the first token is there."""
 
     _send_headers_immediately = False
-
-
-@asynccontextmanager
-async def generating(
-    engine: TokenEngine, request: GenerateRequest
-) -> AsyncIterator[AsyncIterator[TokenChunk]]:
-    """Run one generation; leaving the block early cancels it in the engine."""
-    tokens = engine.generate(request)
-    try:
-        yield tokens
-    finally:
-        close = getattr(tokens, "aclose", None)
-        if close is not None:
-            await close()
 
 
 async def stream_answer(
@@ -121,4 +106,4 @@ async def _open(request: web.Request, parser: AnswerParser) -> web.StreamRespons
     return response
 
 
-__all__ = ["OPEN_STREAM", "OpenStream", "Watch", "fail_stream", "generating", "stream_answer", "whole_answer"]
+__all__ = ["OPEN_STREAM", "OpenStream", "Watch", "fail_stream", "stream_answer", "whole_answer"]

@@ -109,7 +109,10 @@ class CanaryResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Everything that is known at `now_s` of a monotonic clock. `stats` None: the engine could not be asked."""
+    """Everything that is known at `now_s` of a monotonic clock. `stats` None: the engine could not be asked.
+
+    `closed` is why somebody else lets nobody in.
+    """
 
     now_s: float
     failure: str | None = None
@@ -118,6 +121,7 @@ class Sample:
     traffic: Traffic = field(default_factory=Traffic)
     canary: CanaryResult | None = None
     available_bytes: int | None = None
+    closed: str | None = None
 
 
 class Strikes:

@@ -109,8 +109,7 @@ _FIELDS = tuple(dict.fromkeys(spelling.path.partition(".")[0] for spelling in SP
 """What a body must have, one of them, for any spelling to be in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Thought:
+class Thought(Struct, frozen=True):
     """What a request's wishes add up to.
 
     `effort` is the number in the prompt and None without thinking; `budget` is in tokens. `source` is the spelling that

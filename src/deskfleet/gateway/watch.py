@@ -30,6 +30,7 @@ from deskfleet.endpoint import (
 )
 from deskfleet.errors import DeskfleetError, EngineError
 from deskfleet.gateway.health import HealthMachine, HealthReport, HealthState, Verdict
+from deskfleet.gateway.intake import Intake
 from deskfleet.gateway.symptoms import CanaryResult, HealthSettings, Sample
 from deskfleet.gateway.watched import WatchedEngine
 
@@ -64,7 +65,7 @@ class HealthWatch:
     """Watches one engine. `async with watch.running(): ...` looks at once, then again and again.
 
     `canary_token_ids` is the prompt of the generation that shows whether it answers, `vocab_size` what its tokens must
-    be below.
+    be below. By `intake` somebody else lets nobody in, and is told of an engine that only they can end.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class HealthWatch:
         canary_token_ids: Sequence[int],
         vocab_size: int,
         read_memory: Callable[[], int | None] = available_bytes,
+        intake: Intake | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -82,6 +84,7 @@ class HealthWatch:
         self._canary_token_ids = tuple(canary_token_ids)
         self._vocab_size = vocab_size
         self._read_memory = read_memory
+        self._intake = intake or Intake()
         self._clock = clock
         self._machine = HealthMachine(settings, now_s=clock())
         self._sample = Sample(now_s=clock(), stats=None)
@@ -127,7 +130,8 @@ class HealthWatch:
         await self.look()
         watching = asyncio.ensure_future(self._watch())
         try:
-            yield
+            with self._intake.held(self):
+                yield
         finally:
             tasks = [task for task in (watching, self._canary, self._abandoning) if task is not None]
             for task in tasks:
@@ -170,6 +174,7 @@ class HealthWatch:
             traffic=self._engine.traffic,
             canary=self._latest,
             available_bytes=self._read_memory(),
+            closed=self._intake.closed,
         )
 
     def _enter(self, verdict: Verdict, before: HealthState) -> None:
@@ -179,6 +184,20 @@ class HealthWatch:
         self.events.append(HealthEvent(time.time(), verdict.state, verdict.reason))
         level = logging.INFO if verdict.state in _CALM else logging.WARNING
         logger.log(level, "health: %s%s", verdict.state, f": {verdict.reason}" if verdict.reason else "")
+
+    # --- what somebody else decides -------------------------------------------------------------------
+
+    def shut(self) -> None:
+        """Refuse new requests at once; the next look makes a verdict of it."""
+        self._engine.refuse(f"no new requests are taken: {self._intake.closed}")
+
+    def end_largest_prefill(self, sentence: str) -> bool:
+        """End the request with the longest prompt of those without a token; whether there was one."""
+        return self._engine.end_largest_prefill(sentence)
+
+    def end_all(self, sentence: str) -> int:
+        """End every request that waits for the engine. Returns how many those are."""
+        return self._engine.end_all(sentence)
 
     # --- what follows ---------------------------------------------------------------------------------
 
@@ -200,10 +219,12 @@ class HealthWatch:
         self._tend_canary(verdict)
 
     async def _abandon(self, verdict: Verdict) -> None:
-        inner = self._engine.inner
+        inner, sentence = self._engine.inner, f"the engine was given up: {verdict.reason}"
         if isinstance(inner, Abandonable):
             logger.error("the engine is given up: %s", verdict.reason)
-            await inner.abandon(f"the engine was given up: {verdict.reason}")
+            await inner.abandon(sentence)
+        else:
+            self._intake.give_up(sentence)
 
     # --- the canary -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, TokenChunk, TokenEngine
@@ -66,7 +66,7 @@ class WatchedEngine:
         """Return current counters. Raises EngineError when the engine is dead."""
         return await self.inner.stats()
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the engine's chunks.
 
         Raises besides what the engine raises: EngineError at once while new requests are refused, when the request is
@@ -74,11 +74,11 @@ class WatchedEngine:
         """
         return self._answer(request, is_canary=False)
 
-    def canary(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def canary(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """The same for a request that only looks whether the engine answers: never refused, ended or counted."""
         return self._answer(request, is_canary=True)
 
-    async def _answer(self, request: GenerateRequest, *, is_canary: bool) -> AsyncIterator[TokenChunk]:
+    async def _answer(self, request: GenerateRequest, *, is_canary: bool) -> AsyncGenerator[TokenChunk, None]:
         if self._refusal is not None and not is_canary:
             raise EngineError(self._refusal)
         this = _Open(len(request.prompt_token_ids), is_canary)
@@ -179,6 +179,17 @@ class WatchedEngine:
         return self._end(
             max(waiting, key=lambda each: (each.num_chunks == 0, each.num_prompt_tokens)), sentence
         )
+
+    def end_largest_prefill(self, sentence: str) -> bool:
+        """End the waiting request with the longest prompt of those without a chunk; whether there was one."""
+        waiting = [
+            each
+            for each in self._open
+            if each.task is not None and not (each.is_canary or each.num_chunks or each.sentence)
+        ]
+        if not waiting:
+            return False
+        return self._end(max(waiting, key=lambda each: each.num_prompt_tokens), sentence)
 
     def _end(self, this: _Open, sentence: str) -> bool:
         if this.task is None or this.is_canary or this.sentence is not None:

@@ -18,6 +18,9 @@ Kind = Literal["persistent", "temporary", "reserved"]
 Basis = Literal["computed", "measured", "published", "assumed"]
 """Where a number comes from: arithmetic on sizes, a boot of this engine and node kind, a report, or a guess."""
 
+SYSTEM_LINE = "system"
+"""The line of what was held before the rank started: all but what was available then."""
+
 
 @dataclass(frozen=True, slots=True)
 class BudgetLine:
@@ -133,4 +136,4 @@ def _missing(name: str) -> BudgetLine:
     raise KeyError(name)
 
 
-__all__ = ["Basis", "BudgetLine", "Floor", "Kind", "RankBudget"]
+__all__ = ["SYSTEM_LINE", "Basis", "BudgetLine", "Floor", "Kind", "RankBudget"]

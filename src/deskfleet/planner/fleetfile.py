@@ -99,6 +99,7 @@ _Bytes = Annotated[int, BeforeValidator(_bytes), Field(gt=0)]
 _Path = Annotated[Text, AfterValidator(_absolute)]
 _Host = Annotated[Text, AfterValidator(_host)]
 _Count = Annotated[int, Field(ge=1)]
+_Wait = Annotated[float, Field(ge=0, le=7 * 86400)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 
@@ -248,6 +249,23 @@ class GatewayTable(_Table):
     )
 
 
+class RestartTable(_Table):
+    """What is done when a fleet that has served fails: its ranks are all started again."""
+
+    backoff_s: list[_Wait] = Field(
+        default=[10, 30, 90],
+        max_length=10,
+        description="Seconds before the first, second, ... restart; one more failure is the last. `[]`: no restarts.",
+    )
+    steady_s: _Wait = Field(
+        default=1800, description="After so many seconds of service without a break, failures count anew."
+    )
+    absent_s: _Wait = Field(
+        default=1800,
+        description="Seconds that a restart waits for a node that cannot be reached; then the fleet has failed.",
+    )
+
+
 class FleetTable(_Table):
     """One fleet."""
 
@@ -273,6 +291,7 @@ class FleetTable(_Table):
     engine: EngineTable = Field(default_factory=EngineTable, description="What serves it.")
     wishes: WishesTable = Field(default_factory=WishesTable, description="What is asked of the planner.")
     gateway: GatewayTable = Field(default_factory=GatewayTable, description="The endpoint.")
+    restart: RestartTable = Field(default_factory=RestartTable, description="What follows a failure.")
     secrets: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")], Text] = Field(
         default_factory=dict,
         description="References, never values: `env:NAME`, a variable here, or `file:PATH`, a file here.",

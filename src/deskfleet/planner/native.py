@@ -32,8 +32,9 @@ class Runtime:
     """A rank's process without its arrays, in resident bytes, as measured on `source`.
 
     `process_bytes`: Python, torch and the libraries, half of it mapped files that ranks of one machine share.
-    `collectives_bytes`: gloo, in groups of more than one. `leader_bytes`: what rank 0 has besides for scheduling and
-    grammars, and `tokenizer_bytes` for each entry of its vocabulary; `token_map_bytes` stay of each on any rank.
+    `collectives_bytes`: gloo or shared memory, in groups of more than one. `leader_bytes`: what rank 0 has besides for
+    scheduling and grammars, and `tokenizer_bytes` for each entry of its vocabulary; `token_map_bytes` stay of each on
+    any rank.
     """
 
     process_bytes: int
@@ -318,7 +319,9 @@ def _process_lines(
 
     yield measured("runtime.process", runtime.process_bytes, "constant", "Python, torch, libraries")
     if plan.layout.tp_size > 1:
-        yield measured("runtime.collectives", runtime.collectives_bytes, "constant", "gloo")
+        yield measured(
+            "runtime.collectives", runtime.collectives_bytes, "constant", "gloo, or slots of shared memory"
+        )
     vocabulary = plan.config.vocab_size
     yield measured(
         "runtime.token_map",

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from deskfleet.errors import ConfigError
-from deskfleet.planner.budget import BudgetLine, Floor, RankBudget
+from deskfleet.planner.budget import SYSTEM_LINE, BudgetLine, Floor, RankBudget
 from deskfleet.planner.calibration import Calibration, apply_calibration
 from deskfleet.planner.chunks import smallest_image_chunk
 from deskfleet.planner.cluster import GIB, KINDS, Cluster, Node
@@ -316,7 +316,7 @@ class _Maker:
     def _reserved(self, node: Node, sharers: int) -> Iterator[BudgetLine]:
         free = f"{node.total_bytes / GIB:.2f} GiB in all - {node.available_bytes / GIB:.2f} GiB free before the start"
         yield BudgetLine(
-            "system",
+            SYSTEM_LINE,
             "system",
             (node.total_bytes - node.available_bytes) // sharers,
             "reserved",

@@ -1,7 +1,7 @@
 """What a rank holds of a model in an engine that cuts as the big engines do: weights, padding, Engram tables.
 
 Owns how each kind of cut divides, and what padding costs. Which cuts an engine makes is its `CutRules`. Sizes are those
-of the fullest rank; where ranks differ (Engram columns), of the rank asked for.
+of the fullest rank; where ranks differ (Engram), of the rank asked for.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from deskfleet.model.names import TensorClass
 from deskfleet.planner.budget import BudgetLine
-from deskfleet.planner.inventory import Cut, Inventory, WeightGroup
+from deskfleet.planner.inventory import Cut, EngramTables, Inventory, WeightGroup
 from deskfleet.planner.wishes import ServingLayout
-from deskfleet_engram.ownership import ColumnOwnership
+from deskfleet_engram.ownership import ColumnOwnership, RowOwnership
 
 HeadRule = Literal["exact", "power of two", "group"]
 """How many heads a rank gets when they do not divide: refused, the next power of two that attention kernels are made
 for, or whole output groups."""
+
+EngramSplit = Literal["strided", "runs", "runs or rows"]
+"""How an engine shares a table out: strided columns; equal runs of columns; these where they divide, else equal ranges
+of rows. Another rank's rows are fluent nonsense, so packs and budgets go by the engine's own rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +168,38 @@ def _weight_lines(inventory: Inventory, rules: CutRules, layout: ServingLayout) 
     return tuple(lines)
 
 
-def engram_bytes(inventory: Inventory, tp_size: int, rank: int) -> int:
-    """Bytes of the columns of both tables that `rank` owns; all of them with one rank."""
+@dataclass(frozen=True, slots=True)
+class EngramShare:
+    """What a rank owns of the tables: `num_rows` of all of them together, in `num_columns` columns of each at most."""
+
+    num_rows: int
+    num_columns: int
+    is_by_row: bool = False
+
+
+def engram_share(tables: EngramTables, split: EngramSplit, tp_size: int, rank: int) -> EngramShare:
+    """Return the rank's share; all of the tables with one rank."""
+    if split == "runs or rows" and tables.num_columns % tp_size:
+        return _share_by_row(tables, tp_size, rank)
+    order: Literal["strided", "contiguous"] = "strided" if split == "strided" else "contiguous"
+    columns = ColumnOwnership.split(tables.num_columns, tp_size, order).columns(rank)
+    return EngramShare(sum(rows[column] for rows in tables.column_rows for column in columns), len(columns))
+
+
+def _share_by_row(tables: EngramTables, tp_size: int, rank: int) -> EngramShare:
+    num_rows = num_columns = 0
+    for rows, column_rows in zip(tables.rows, tables.column_rows, strict=True):
+        first, end = RowOwnership(rows, tp_size).rows(rank)
+        borders = pairwise(accumulate(column_rows, initial=0))
+        num_columns = max(num_columns, sum(begin < end and first < border for begin, border in borders))
+        num_rows += end - first
+    return EngramShare(num_rows, num_columns, is_by_row=True)
+
+
+def engram_bytes(inventory: Inventory, split: EngramSplit, tp_size: int, rank: int) -> int:
+    """Bytes of what `rank` owns of the tables; 0 for a model without."""
     tables = inventory.engram
-    if tables is None:
-        return 0
-    columns = ColumnOwnership.split(tables.num_columns, tp_size).columns(rank)
-    return sum(rows[column] for rows in tables.column_rows for column in columns) * tables.row_bytes
+    return 0 if tables is None else engram_share(tables, split, tp_size, rank).num_rows * tables.row_bytes
 
 
 def _part(num_bytes: int, held: int, whole: int) -> int:
@@ -208,9 +238,12 @@ _REASONS = {
 
 __all__ = [
     "CutRules",
+    "EngramShare",
+    "EngramSplit",
     "HeadRule",
     "Share",
     "engram_bytes",
+    "engram_share",
     "local_heads",
     "padded_vocab",
     "padded_width",

@@ -218,7 +218,7 @@ class SlowerWithTime(HonestEndpoint):
     """Every answer is slower than the one before."""
 
     def pause_s(self, asked: Asked, index: int) -> float:
-        return 0.0005 * 1.2 ** min(asked.number, 24)
+        return 0.002 * 1.2 ** min(asked.number, 24)
 
 
 class FalseCacheHits(HonestEndpoint):

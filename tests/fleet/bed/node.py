@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -134,7 +135,8 @@ class Node(Machine):
     def containers(self) -> dict[str, dict[str, Any]]:
         """Every container, running or not, by name, as docker inspect shows it."""
         ids = self.docker("ps", "--all", "--quiet", "--no-trunc").stdout.split()
-        shown = json.loads(self.docker("inspect", *ids).stdout) if ids else []
+        # One may be removed in between: then the others are shown, and an error.
+        shown = json.loads(self.docker("inspect", *ids, check=False).stdout) if ids else []
         return {entry["Name"].removeprefix("/"): entry for entry in shown}
 
     def signal_container(self, name: str, kind: str) -> None:
@@ -161,7 +163,7 @@ class Node(Machine):
             f"    HostName {self.address()}\n"
             f"Host {self.name} {' '.join(self._addresses())}\n"
             f"    User {self.setup.user}\n"
-            f"    IdentityFile {key or self.hub.key}\n"
+            f"    IdentityFile {ssh_word(key or self.hub.key)}\n"
             f"    IdentitiesOnly yes\n"
         )
 
@@ -286,8 +288,14 @@ class Node(Machine):
             for line in self.path("/etc/group").read_text().splitlines()
         ]
         self.write("/etc/group", "\n".join([*groups, f"{user}:x:{uid}:"]) + "\n")
-        for place in (self.home, self.setup.cache, self.setup.checkpoint, self.setup.engram):
-            self.run(f"mkdir -p {place} && chown {user}: {place}")
+        places = (self.home, self.setup.cache, self.setup.checkpoint, self.setup.engram)
+        self.run(["mkdir", "-p", *places])
+        self.run(["chown", f"{user}:", *places])
+
+
+def ssh_word(path: str | Path) -> str:
+    """A path as ssh_config takes it, whatever is in it."""
+    return '"' + re.sub(r'([\\"])', r"\\\1", str(path)) + '"'
 
 
 def _with_member(line: str, user: str) -> str:

@@ -18,7 +18,7 @@ from .lifetime import bed_directory, missing, own_cgroup
 from .machine import PATH, Hub, Machine, ended, reaped
 from .network import FABRIC, SWITCHES, lay_switches
 from .nfs import install
-from .node import Node, NodeSetup
+from .node import Node, NodeSetup, ssh_word
 
 _HUB = """\
 set -e
@@ -148,7 +148,8 @@ def _furnish(machine: Machine, desk: Machine, nodes: Sequence[Node]) -> None:
         machine.write(f"{home}/.ssh/id_ed25519", hub.key.read_text(), 0o600)
         machine.write(known, (hub.directory / "known_hosts").read_text())
         machine.write(f"{home}/.ssh/config", _ssh_config(nodes, f"{home}/.ssh/id_ed25519", known), 0o600)
-        machine.run(f"chown -R {user}: {home}/.ssh && chmod 700 {home}/.ssh")
+        machine.run(["chown", "-R", f"{user}:", f"{home}/.ssh"])
+        machine.run(["chmod", "700", f"{home}/.ssh"])
 
 
 def _node_table(node: Node, *, is_local: bool) -> dict[str, Any]:
@@ -194,4 +195,4 @@ def _toml_value(value: Any) -> str:
 
 def _ssh_config(nodes: Sequence[Node], key: str | Path, known_hosts: str | Path) -> str:
     entries = [node.ssh_config(key) for node in nodes]
-    return "\n".join([*entries, f"Host *\n    UserKnownHostsFile {known_hosts}\n"])
+    return "\n".join([*entries, f"Host *\n    UserKnownHostsFile {ssh_word(known_hosts)}\n"])

@@ -1,7 +1,8 @@
 """What is done beside the engine: write the rows that the mapped store reads, prove the callback store on a device.
 
     python -m deskfleet_sglang split PACK CHECKPOINT --rank R --world-size N [--to DIR]
-    python -m deskfleet_sglang prove PACK CHECKPOINT [--lookups 1000]       in SGLang's image, with a CUDA device
+    python -m deskfleet_sglang prove PACK CHECKPOINT [--lookups 1000]       in SGLang's image, with a CUDA device, or
+        with --kernel-source FILE, SGLang's engram_gather.py, where only torch and Triton are
 
 Exit codes as everywhere: 1 verdict no, 2 bad input, 3 a machine or file failed.
 """
@@ -17,8 +18,11 @@ from deskfleet_engram.errors import EngramError
 from deskfleet_engram.host import HostRows
 from deskfleet_engram.host_split import write_split
 from deskfleet_engram.manifest import read_manifest
-from deskfleet_engram.native import NativeOptions
+from deskfleet_engram.native import NativeOptions, RowCache
 from deskfleet_sglang.adapter import columns_of
+
+FAULTS = 1e-3
+"""Share of reads that fail in the second half of a proof, so that some steps go well before one does not."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,12 +39,13 @@ def main(argv: list[str] | None = None) -> int:
             verb.add_argument("--to", type=Path, default=None, help="by default PACK/split")
         else:
             verb.add_argument("--lookups", type=int, default=1000)
+            verb.add_argument("--kernel-source", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     try:
         identity = read_manifest(given.pack).identity
         columns = columns_of(identity.geometry.spec.num_columns, given.rank, given.world_size)
 
-        def opened(options: NativeOptions | None = None) -> HostRows:
+        def opened(options: NativeOptions | None = None, cache: RowCache | None = None) -> HostRows:
             return HostRows.open(
                 given.pack,
                 given.checkpoint,
@@ -48,14 +53,18 @@ def main(argv: list[str] | None = None) -> int:
                 world_size=given.world_size,
                 columns=columns,
                 options=options,
+                cache=cache,
             )
 
         if given.verb == "prove":
             proof = importlib.import_module("deskfleet_sglang.prove")
+            if given.kernel_source is not None:
+                importlib.import_module("deskfleet_sglang.standalone").load(given.kernel_source)
             with opened() as rows:
-                proof.prove(rows, given.lookups)
-            with opened(NativeOptions(faults="seed=1,eio=1")) as broken:
-                proof.check_failures(broken)
+                for line in proof.prove(rows, given.checkpoint, given.lookups):
+                    print(line, flush=True)
+            with opened(NativeOptions(faults=f"seed=1,eio={FAULTS}", retries=0), RowCache(0)) as broken:
+                print(proof.check_failures(broken, given.checkpoint, given.lookups))
             return 0
         with opened() as rows:
             for table in rows.tables.values():

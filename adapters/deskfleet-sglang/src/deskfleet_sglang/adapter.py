@@ -16,14 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from deskfleet_engram.errors import IdentityError
-from deskfleet_engram.host import ContractError, HostRows, HostTable, write_receipt
+from deskfleet_engram.errors import EngramError, IdentityError
+from deskfleet_engram.host import ContractError, HostRows, HostTable, log_receipt, write_receipt
+from deskfleet_engram.host_metrics import RankCounters
+from deskfleet_engram.host_prefetch import Prefetcher
+from deskfleet_engram.host_residency import MappedPages, Trimmer
 from deskfleet_engram.host_split import SplitFile, open_split
 from deskfleet_engram.manifest import read_manifest
 from deskfleet_sglang import __version__
 from deskfleet_sglang.contract import SCHEDULER_MODULE, Hook, check_applied, is_here
 from deskfleet_sglang.lookup import Choice, Lookup, choose, make_lookup
-from deskfleet_sglang.prefetch import Prefetcher
+from deskfleet_sglang.prefetch import hashed
 from deskfleet_sglang.settings import Settings
 from deskfleet_sglang.table import DiskTable
 
@@ -60,12 +63,15 @@ class Adapter:
         self._choice: Choice | None = None
         self._lookups: dict[int, Lookup] = {}
         self._prefetcher: Prefetcher | None = None
+        self._counters: RankCounters | None = None
+        self._pages: dict[int, MappedPages] = {}
         self._is_proven = False
         self._compared: dict[str, int] = {}
         self._counters_at_s = 0.0
         table = type("DiskTable", (DiskTable,), {"opener": self, "__module__": __name__})
         hooks = [
             Hook(f"{_ENGRAM}._HostTable", table, "REPLACE"),
+            Hook(f"{_ENGRAM}.EngramEmbedding._init_host_table", self.hide_table, "AFTER"),
             Hook(f"{_ENGRAM}.EngramEmbedding._load_rows", self.load_rows, "AROUND"),
             Hook(f"{_ENGRAM}.EngramEmbedding._owned_rows", self.owned_rows, "AROUND"),
             Hook(f"{_MANAGER}.from_model", self.prove, "AFTER"),
@@ -96,7 +102,11 @@ class Adapter:
         rows, choice = self._opened()
         if choice.store != "mapped":
             return None
-        return open_split(table, rows.manifest.identity.sha256.hex(), self._settings.split_dir)
+        split = open_split(table, rows.manifest.identity.sha256.hex(), self._settings.split_dir)
+        if not self._pages:
+            Trimmer(lambda: list(self._pages.values())).start()
+        self._pages[table.layer] = MappedPages(split, table.head_dim, table.num_scales)
+        return split
 
     def _open(self, rank: int, world_size: int) -> HostRows:
         settings = self._settings
@@ -111,7 +121,8 @@ class Adapter:
         )
         self._choice = choose(settings, rows)
         self._lookups = {layer: make_lookup(self._choice, table) for layer, table in rows.tables.items()}
-        self._prefetcher = Prefetcher(rows)
+        self._prefetcher = Prefetcher(rows, self._pages)
+        self._counters = RankCounters(rows, "sglang", settings.receipts_dir)
         self._rows = rows
         return rows
 
@@ -121,6 +132,10 @@ class Adapter:
         return self._rows, self._choice
 
     # --- hooks --------------------------------------------------------------------------------------------
+
+    def hide_table(self, result: Any, embedding: Any, *others: Any, **named: Any) -> None:
+        """Leave the table out of the model's state: whoever fills or compares all of it would touch the rows."""
+        embedding.register_state_dict_post_hook(_leave_table_out)
 
     def load_rows(self, original: Callable[..., Any], embedding: Any, parameter: Any, loaded: Any) -> None:
         """Instead of copying a table: compare some of its rows with the pack's. Raises IdentityError."""
@@ -187,9 +202,10 @@ class Adapter:
         if manager.engram_hasher is None or batch is None or self._prefetcher is None:
             return prepared
         self._check_lookups()
-        if self._choice is not None and self._choice.store != "mapped":
-            self._prefetcher.start(manager.engram_hasher, batch)
-        self._write_counters()
+        ids = hashed(manager.engram_hasher, batch)
+        if ids is not None:
+            self._prefetcher.ask(ids)
+        self._publish_counters()
         return prepared
 
     def before_answers(self, scheduler: Any, batch: Any, result: Any) -> None:
@@ -216,31 +232,39 @@ class Adapter:
     def _write_receipt(self) -> None:
         rows, choice = self._opened()
         document = {
-            "adapter": f"deskfleet-sglang {__version__}",
-            "engine": f"sglang {self._release}",
-            "replaced": {hook.target: hook.kind for hook in self.hooks},
-            "sources": self._digests,
+            "engine": "sglang",
+            "engine_version": self._release,
+            "plugin_version": __version__,
+            "replaced": [hook.target for hook in self.hooks],
+            "source_sha256": self._digests,
+            "warnings": [],
             "store": choice.store,
             "store_reason": choice.reason,
+            "layers": sorted(rows.tables),
             "compared_rows": self._compared,
             **rows.receipt(),
+            **({"is_checked": False} if choice.store == "mapped" else {}),
         }
         _logger.info("deskfleet-engram: %s store, because %s; %s", choice.store, choice.reason, rows.proof)
+        _logger.info("%s", log_receipt(document))
         if self._settings.receipts_dir is not None:
-            write_receipt(self._settings.receipts_dir, f"rank-{rows.rank}.json", document)
+            write_receipt(self._settings.receipts_dir, f"sglang-rank{rows.rank}-receipt.json", document)
 
-    def _write_counters(self) -> None:
-        """Write what was read so far beside the receipt, now and then; there the gateway finds it."""
+    def _publish_counters(self) -> None:
+        """Say what was read so far, now and then. A disk that is full must not end a server."""
         now_s = time.monotonic()
-        directory = self._settings.receipts_dir
-        if self._rows is None or directory is None or now_s < self._counters_at_s + COUNTERS_INTERVAL_S:
+        if self._counters is None or now_s < self._counters_at_s + COUNTERS_INTERVAL_S:
             return
         self._counters_at_s = now_s
-        document = self._rows.counters()
-        native = next(iter(self._rows.tables.values())).store.native
-        if native is not None:  # lookups by how long they took: entry i from 2**(i-1) to 2**i microseconds
-            document["wait_us"] = list(native.reader.counters.wait_us)
-        write_receipt(directory, f"counters-{self._rows.rank}.json", document)
+        try:
+            self._counters.publish()
+        except EngramError as error:
+            _logger.warning("deskfleet-engram: %s", error)
+
+
+def _leave_table_out(embedding: Any, state: Any, prefix: str, metadata: Any) -> None:
+    for name in ("weight", "scale"):
+        state.pop(prefix + name, None)
 
 
 def check_hashing(hasher: Any, rows: HostRows) -> None:

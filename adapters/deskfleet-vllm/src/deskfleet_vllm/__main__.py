@@ -2,7 +2,8 @@
 
     python -m deskfleet_vllm split PACK CHECKPOINT --rank R --world-size N [--to DIR]
     python -m deskfleet_vllm digests                        in an environment with vLLM
-    python -m deskfleet_vllm prove PACK CHECKPOINT [--store callback] [--lookups 1000]      the same
+    python -m deskfleet_vllm prove PACK CHECKPOINT [--store callback] [--lookups 1000]      the same, or with
+        --kernel-source FILE, vLLM's engram.py, where only torch and Triton are
 
 Exit codes are those of the package of errors: 1 the answer is no, 2 bad input, 3 a machine or file failed.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from deskfleet_engram.errors import EngramError
 from deskfleet_engram.host import HostRows, source_sha256
@@ -22,6 +25,9 @@ from deskfleet_engram.native import NativeOptions, RowCache
 from deskfleet_engram.ownership import ColumnOwnership
 from deskfleet_vllm import release_0_33 as release
 from deskfleet_vllm.config import STORES
+
+FAULTS = 1e-3
+"""Share of reads that fail in the second half of a proof, so that some steps go well before one does not."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,7 +76,8 @@ def _split(chosen: argparse.Namespace) -> int:
 
 def _digests(chosen: argparse.Namespace) -> int:
     engram = importlib.import_module(release.MODULE)
-    for name, target in release.sources(engram).items():
+    state = getattr(importlib.import_module(release.STATE_MODULE), release.STATE_CLASS)
+    for name, target in {**release.sources(engram), **release.state_sources(state)}.items():
         print(f'    "{name}": "{source_sha256(target)}",')
     return 0
 
@@ -78,15 +85,20 @@ def _digests(chosen: argparse.Namespace) -> int:
 def _prove(chosen: argparse.Namespace) -> int:
     from deskfleet_vllm.prove import prove, prove_failure  # here, because the other verbs work without torch
 
-    engram = importlib.import_module(release.MODULE)
-    with open_rank(chosen.pack, chosen.checkpoint, chosen.rank, chosen.world_size) as rows:
-        for line in prove(engram, rows, store=chosen.store, num_lookups=chosen.lookups):
+    if chosen.kernel_source is None:
+        engram: Any = importlib.import_module(release.MODULE)
+    else:
+        engram = importlib.import_module("deskfleet_vllm.standalone").load(chosen.kernel_source)
+    told = {"store": chosen.store, "num_lookups": chosen.lookups}
+    place = (chosen.pack, chosen.checkpoint, chosen.rank, chosen.world_size)
+    with open_rank(*place) as rows:
+        for line in prove(engram, rows, chosen.checkpoint, **told):
             print(line, flush=True)
-    failing = NativeOptions(faults="eio=1", retries=0)
-    with open_rank(
-        *(chosen.pack, chosen.checkpoint, chosen.rank, chosen.world_size), options=failing, cache=RowCache(0)
-    ) as rows:
-        print(prove_failure(engram, rows, store=chosen.store))
+    failing = NativeOptions(faults=f"seed=1,eio={FAULTS}", retries=0)
+    with open_rank(*place, options=failing, cache=RowCache(0)) as rows:
+        print(prove_failure(engram, rows, chosen.checkpoint, **told), flush=True)
+        if chosen.store == "callback":
+            os._exit(0)  # the device has stopped for this process, which is not to tidy up on it
     return 0
 
 
@@ -107,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--store", choices=[name for name in STORES if name != "mapped"], default="callback"
             )
             added.add_argument("--lookups", type=int, default=1000)
+            added.add_argument("--kernel-source", type=Path, metavar="FILE")
     verbs.add_parser("digests").set_defaults(verb=_digests)
     return parser
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, Literal, get_args
 from deskfleet_engram.host import ContractError
 
 KEY = "deskfleet_engram"
+RECEIPTS_VARIABLE = "DESKFLEET_ENGRAM_RECEIPTS"
 
 StoreName = Literal["mapped", "callback", "staged"]
 STORES: tuple[StoreName, ...] = get_args(StoreName)
@@ -21,8 +24,9 @@ class Settings:
 
     `pack`: directory of packed columns. `store`: None chooses (see `choice`). `checkpoint`: the checkpoint to compare
     with, by default the model's directory. `split`: where mapped rows lie, by default below the pack. `receipts`: where
-    each rank says what it did, by default below vLLM's cache. `allow_untested`: a release or a source that differs
-    from what the plug-in was made for is logged instead of refused; for developers.
+    each rank says what it did, by default what DESKFLEET_ENGRAM_RECEIPTS says, else below vLLM's cache. `prefetch`:
+    rows of prompts are put on their way before they are looked up. `allow_untested`: a release or a source that
+    differs from what the plug-in was made for is logged instead of refused; for developers.
     """
 
     pack: Path
@@ -30,6 +34,7 @@ class Settings:
     checkpoint: Path | None = None
     split: Path | None = None
     receipts: Path | None = None
+    prefetch: bool = True
     allow_untested: bool = False
 
     @classmethod
@@ -52,8 +57,19 @@ class Settings:
             checkpoint=_path(given, "checkpoint"),
             split=_path(given, "split"),
             receipts=_path(given, "receipts"),
-            allow_untested=_flag(given, "allow_untested"),
+            prefetch=_flag(given, "prefetch", default=True),
+            allow_untested=_flag(given, "allow_untested", default=False),
         )
+
+    def receipts_dir(self) -> Path:
+        """Where receipts and counters belong."""
+        return self.receipts or default_receipts()
+
+
+def default_receipts() -> Path:
+    """Return where receipts belong that no setting has a place for. vLLM must be imported."""
+    told = os.environ.get(RECEIPTS_VARIABLE)
+    return Path(told) if told else Path(sys.modules["vllm.envs"].VLLM_CACHE_ROOT) / "deskfleet-engram"
 
 
 def _store(value: Any) -> StoreName | None:
@@ -72,11 +88,11 @@ def _path(given: Mapping[str, Any], key: str) -> Path | None:
     return None if value is None else Path(value)
 
 
-def _flag(given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key, False)
+def _flag(given: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = given.get(key, default)
     if not isinstance(value, bool):
         raise ContractError(f"{KEY}.{key} is {value!r}, not true or false")
     return value
 
 
-__all__ = ["KEY", "STORES", "Settings", "StoreName"]
+__all__ = ["KEY", "RECEIPTS_VARIABLE", "STORES", "Settings", "StoreName", "default_receipts"]

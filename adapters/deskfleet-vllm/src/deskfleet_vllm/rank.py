@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 
 from deskfleet_engram.errors import IdentityError
-from deskfleet_engram.host import ContractError, HostRows, HostTable, write_receipt
+from deskfleet_engram.host import ContractError, HostRows, HostTable, log_receipt, write_receipt
+from deskfleet_engram.host_metrics import RankCounters
+from deskfleet_engram.host_prefetch import Prefetcher
+from deskfleet_engram.host_residency import MappedPages, Trimmer
 from deskfleet_engram.host_split import SplitFile, open_split, split_path
 from deskfleet_vllm import cuda
 from deskfleet_vllm.choice import Facts, choose
@@ -69,6 +72,8 @@ class Rank:
         self.store_name, self.store_reason = choose(settings.store, self._facts())
         self._stores: dict[int, Store] = {}
         self._splits: dict[int, SplitFile] = {}
+        self._pages: dict[int, MappedPages] = {}
+        self.prefetcher = Prefetcher(self.rows, self._pages)
         _logger.info("%s", self.rows.log_line())
         _logger.info(
             "deskfleet-engram: store %s (%s); reader %s; pack compared by %s",
@@ -77,7 +82,7 @@ class Rank:
             next(iter(self.rows.tables.values())).store.report,
             self.rows.proof,
         )
-        watch(lambda: list(self._stores.values()), self.rows.counters, receipts, self._file_name("counters"))
+        watch(lambda: list(self._stores.values()), RankCounters(self.rows, "vllm", receipts).publish)
 
     def table(self, layer: int) -> HostTable:
         """Return a layer's rows. Raises IdentityError when the pack has no such layer."""
@@ -104,36 +109,37 @@ class Rank:
     def split(self, layer: int) -> SplitFile:
         """Map a layer's rows for the stock kernel. Raises what `open_split` raises."""
         table = self.table(layer)
-        self._splits[layer] = open_split(table, self.rows.manifest.identity.sha256.hex(), self._split_dir)
+        split = open_split(table, self.rows.manifest.identity.sha256.hex(), self._split_dir)
+        if not self._pages:
+            Trimmer(lambda: list(self._pages.values())).start()
+        self._splits[layer] = split
+        self._pages[layer] = MappedPages(split, table.head_dim, table.num_scales)
         self.write_receipt()
-        return self._splits[layer]
+        return split
 
     def write_receipt(self) -> None:
         """Write what was replaced and what answers. Raises ContractError when it cannot be written."""
-        write_receipt(
-            self.receipts,
-            self._file_name("receipt"),
-            {
-                "engine": "vllm",
-                "engine_version": self.engine.version,
-                "plugin_version": _own_version(),
-                "replaced": list(self.engine.replaced),
-                "source_sha256": dict(self.engine.digests),
-                "warnings": list(self.engine.warnings),
-                "store": self.store_name,
-                "store_reason": self.store_reason,
-                "layers": sorted({*self._stores, *self._splits}),
-                "table_bytes_in_memory": sum(
-                    window.codes.nbytes + window.scales.nbytes
-                    for window in (store.window for store in self._stores.values())
-                ),
-                **self.rows.receipt(),
-                **({"is_checked": False} if self.store_name == "mapped" else {}),
-            },
-        )
-
-    def _file_name(self, what: str) -> str:
-        return f"vllm-rank{self.share.rank}-{what}.json"
+        layers = sorted({*self._stores, *self._splits})
+        document = {
+            "engine": "vllm",
+            "engine_version": self.engine.version,
+            "plugin_version": _own_version(),
+            "replaced": list(self.engine.replaced),
+            "source_sha256": dict(self.engine.digests),
+            "warnings": list(self.engine.warnings),
+            "store": self.store_name,
+            "store_reason": self.store_reason,
+            "layers": layers,
+            "table_bytes_in_memory": sum(
+                window.codes.nbytes + window.scales.nbytes
+                for window in (store.window for store in self._stores.values())
+            ),
+            **self.rows.receipt(),
+            **({"is_checked": False} if self.store_name == "mapped" else {}),
+        }
+        write_receipt(self.receipts, f"vllm-rank{self.share.rank}-receipt.json", document)
+        if layers == sorted(self.rows.tables):
+            _logger.info("%s", log_receipt(document))
 
     def _facts(self) -> Facts:
         report = next(iter(self.rows.tables.values())).store.report
@@ -151,7 +157,7 @@ def _own_version() -> str:
     try:
         return version("deskfleet-vllm")
     except PackageNotFoundError:
-        return "not installed"
+        return "uninstalled"
 
 
 __all__ = ["Engine", "Rank", "Share"]

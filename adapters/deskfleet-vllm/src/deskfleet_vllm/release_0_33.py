@@ -23,11 +23,21 @@ REPLACED = (
     f"{MODULE}.Engram._create_embedding",
     f"{MODEL_PACKAGE}.{MODEL_CLASS}.is_unused_checkpoint_weight",
 )
-"""All that is replaced. The second does not exist in 0.33 and is added."""
+"""What is replaced in every case. The second does not exist in 0.33 and is added."""
+
+REPLACED_FOR_PROMPTS = f"{MODEL_PACKAGE}.{MODEL_CLASS}.get_model_state_cls"
+"""Replaced unless "prefetch" is false."""
+
+IMAGE_MODULE, IMAGE_TOKEN = f"{MODEL_PACKAGE}.common.mm_preprocess", "IMAGE_SENTINEL_BASE_ID"
+"""Where the id is that stands at every position of an image."""
+
+STATE_METHODS = ("__init__", "add_request", "prepare_inputs")
+"""Of the model state that the model names: what is overridden."""
 
 DIGESTS: Mapping[str, str] = {
     "Engram": "fd92fc5fb7404bc4603b3a5a8b4c04dcb8bc9ab74ded5376b87b906d2ed5026c",
     "EngramLayout": "8702dbd688e9c8a918ea5850ef7de62405dec123da7ee2305438f60241a20f62",
+    "NgramHashState": "6a80b6ffd706dfe2ec89e77fa38fb3a795f80d565551c2cbfa1a051dd22bb6b8",
     "ParallelEngramEmbedding": "d9ebbc94d985ef2899009a586b530a476641856e2d9a2a20ed59b2522261949e",
     "_engram_head_shard_weight_loader": "c358e189108975c12c00d071f1f6676360902f6381f4a20464219dfb77e4ff4a",
     "build_compressed_token_map": "44c999d5212c583833f06b4796b22a296af9f857a4d2b360aac5355395a14a24",
@@ -38,12 +48,32 @@ DIGESTS: Mapping[str, str] = {
     "_engram_lookup_kernel": "fa270479d023e79122ef9a7771803d5b06c38409860d3f83d78c4b26c17fe1e5",
 }
 
+STATE_MODULE, STATE_CLASS = f"{MODEL_PACKAGE}.nvidia.model_state", "DeepseekV41ModelState"
+
+STATE_DIGESTS: Mapping[str, str] = {
+    "DeepseekV41ModelState.__init__": "a9f9bda7875ec730ec2c3a23602745f1255fbfe9154559ff2e6ce0ff010a5f8d",
+    "DeepseekV41ModelState.add_request": "3fd62b27317227f0f6d7fa6a2a5d2bea42c4722480264b76c92b1ff297059576",
+    "DeepseekV41ModelState.prepare_inputs": (
+        "f02d0e03bbe26c705c4f6678a8eb85ee80db7208407229d64d325c029b53df24"
+    ),
+}
+"""As DIGESTS, of the model state."""
+
+
+def state_sources(state: type[Any]) -> dict[str, Any]:
+    """Return what is overridden of the model state, by name. Raises ContractError when something is missing."""
+    missing = [name for name in STATE_METHODS if name not in vars(state)]
+    if missing:
+        raise ContractError(f"{state.__name__} of vLLM has no {missing[0]} of its own")
+    return {f"{state.__name__}.{name}": vars(state)[name] for name in STATE_METHODS}
+
 
 def sources(engram: ModuleType) -> dict[str, Any]:
     """Return the functions and classes whose source is compared, by name. Raises ContractError when one is missing."""
     names = (
         "Engram",
         "EngramLayout",
+        "NgramHashState",
         "ParallelEngramEmbedding",
         "_engram_head_shard_weight_loader",
         "build_compressed_token_map",
@@ -75,11 +105,19 @@ def check_version(version: str, *, allow_untested: bool) -> str | None:
 
 __all__ = [
     "DIGESTS",
+    "IMAGE_MODULE",
+    "IMAGE_TOKEN",
     "MODEL_CLASS",
     "MODEL_PACKAGE",
     "MODULE",
     "REPLACED",
+    "REPLACED_FOR_PROMPTS",
+    "STATE_CLASS",
+    "STATE_DIGESTS",
+    "STATE_METHODS",
+    "STATE_MODULE",
     "VERSION",
     "check_version",
     "sources",
+    "state_sources",
 ]

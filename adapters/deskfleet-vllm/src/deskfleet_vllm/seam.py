@@ -8,6 +8,7 @@ builds its tables.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.metadata
 import logging
@@ -24,6 +25,7 @@ from deskfleet_engram.errors import IdentityError
 from deskfleet_engram.host import ContractError, HostTable, check_sources, source_sha256
 from deskfleet_vllm import release_0_33 as release
 from deskfleet_vllm.config import Settings
+from deskfleet_vllm.prompts import Hashing, Prompts, state_class
 from deskfleet_vllm.rank import Engine, Rank, Share
 from deskfleet_vllm.stores import Kernel, Place
 
@@ -122,6 +124,8 @@ def create_embedding(
     table = rank.table(layout.layer_ids[layer_hash_index])
     _check_same_rows(embedding, layout.primes[layer_hash_index], table, rank)
     _skip_tables_at_load()
+    if settings.prefetch:
+        _tell_of_prompts(engram, config, settings)
     if rank.store_name == "mapped":
         embedding.read_mapping(rank.split(table.layer), rank.device)
     else:
@@ -152,7 +156,8 @@ def check_engine(engram: ModuleType, settings: Settings) -> Engine:
     kept = tuple(warning for warning in warnings if warning is not None)
     for warning in kept:
         _logger.warning("deskfleet-engram: let through by allow_untested: %s", warning)
-    return Engine(found, release.REPLACED, digests, kept)
+    replaced = (*release.REPLACED, *([release.REPLACED_FOR_PROMPTS] if settings.prefetch else []))
+    return Engine(found, replaced, digests, kept)
 
 
 class _Placeholder(torch.nn.Parameter):
@@ -228,7 +233,7 @@ def _rank(engram: ModuleType, config: Any, settings: Settings, engine: Engine, e
             share,
             engine,
             checkpoint=settings.checkpoint or _model_dir(config),
-            receipts=settings.receipts or _default_receipts(),
+            receipts=settings.receipts_dir(),
             device=_device(),
         )
     return _open[key]
@@ -273,6 +278,39 @@ def _skip_tables_at_load() -> None:
     model.is_unused_checkpoint_weight = is_unused
 
 
+def _tell_of_prompts(engram: ModuleType, config: Any, settings: Settings) -> None:
+    """Have the model name a child of its state that puts rows of prompts on their way."""
+    model: Any = getattr(sys.modules.get(release.MODEL_PACKAGE), release.MODEL_CLASS, None)
+    stock = getattr(model, "get_model_state_cls", None)
+    if stock is None or getattr(stock, "is_deskfleet", False):
+        return
+
+    def prompts_of(built: Any) -> Prompts | None:
+        found = [module for module in built.modules() if isinstance(module, engram.NgramHashState)]
+        ranks = list(_open.values())
+        if not found or not ranks:
+            return None
+        images = importlib.import_module(release.IMAGE_MODULE)
+        how = Hashing(
+            ranks[-1].rows.manifest.identity.geometry,
+            found[0].token_map.cpu().numpy().astype("int64"),
+            found[0].pad_id,
+            getattr(images, release.IMAGE_TOKEN),
+        )
+        return Prompts(how, ranks[-1].prefetcher, config.scheduler_config.max_num_batched_tokens)
+
+    def get_model_state_cls(self: Any) -> type[Any]:
+        state = stock(self)
+        if not settings.allow_untested:
+            check_sources(
+                release.state_sources(state), release.STATE_DIGESTS, engine=f"vLLM {_vllm_version()}"
+            )
+        return state_class(state, prompts_of)
+
+    get_model_state_cls.is_deskfleet = True  # type: ignore[attr-defined]
+    model.get_model_state_cls = get_model_state_cls
+
+
 def _model_dir(config: Any) -> Path:
     path = Path(config.model_config.model)
     if not path.is_dir():
@@ -281,11 +319,6 @@ def _model_dir(config: Any) -> Path:
             hint='start the engine with a directory, or give "checkpoint"',
         )
     return path
-
-
-def _default_receipts() -> Path:
-    envs = sys.modules["vllm.envs"]
-    return Path(envs.VLLM_CACHE_ROOT) / "deskfleet-engram"
 
 
 def _device() -> torch.device:

@@ -169,7 +169,8 @@ class CallbackStore:
         window, work = self.window, self._work
         own = window.own_ids(indices)
         window.ids_view[:1].fill_(own.numel())
-        window.ids_view[1 : 1 + own.numel()].copy_(own.reshape(-1))
+        # Written by a kernel: a copy between two device tensors would be one of device memory, which this is not.
+        torch.add(own.reshape(-1), 0, out=window.ids_view[1 : 1 + own.numel()])
         stream = torch.cuda.current_stream(window.device).cuda_stream
         cuda.launch_host_function(stream, work.run_address, work.argument)
         torch._assert_async(window.status_view == 0)

@@ -1,4 +1,4 @@
-"""A thread that says why a step failed, ends the process, and writes the counters.
+"""A thread that says why a step failed, ends the process, and publishes the counters.
 
 A host node cannot raise: the device stops at a failed lookup, and this thread tells the reason. Knows stores only by
 their `failure`.
@@ -10,12 +10,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from deskfleet_engram.errors import EngramError
-from deskfleet_engram.host import write_receipt
 
 POLL_S = 0.05
 COUNTERS_S = 10.0
@@ -33,13 +31,11 @@ class _Fallible(Protocol):
 
 def watch(
     stores: Callable[[], Sequence[_Fallible]],
-    counters: Callable[[], Mapping[str, Any]],
-    directory: Path,
-    name: str,
+    publish: Callable[[], None],
     *,
     end: Callable[[int], None] = os._exit,
 ) -> threading.Thread:
-    """Start the thread. It writes `counters` to `directory`/`name` and calls `end` after a failure."""
+    """Start the thread. It calls `publish` now and then, and `end` after a failure."""
 
     def run() -> None:
         written_s = 0.0
@@ -56,7 +52,7 @@ def watch(
             if time.monotonic() - written_s >= COUNTERS_S:
                 written_s = time.monotonic()
                 try:
-                    write_receipt(directory, name, {"counters": dict(counters())})
+                    publish()
                 except EngramError as error:
                     _logger.warning("deskfleet-engram: %s", error)
             time.sleep(POLL_S)

@@ -192,6 +192,8 @@ typedef struct es_counters {
   uint64_t max_prefetch_depth; /* most PREFETCH reads at the device when one was sent while decode was live */
   uint64_t errors[ES_NUM_KINDS]; /* every event, also those that a retry repaired */
   uint64_t wait_us[32];    /* tickets by time from submit to finish: bucket i holds [2^(i-1), 2^i) us, 0 below 1 us */
+  uint64_t num_decode_tickets; /* those of class DECODE that are finished: lookups that somebody waits for */
+  uint64_t decode_us;          /* their time from submit to finish, summed; rounded down, each */
 } es_counters;
 
 typedef struct es_cache_counters {

@@ -166,6 +166,9 @@ void Store::record_finish(const Ticket& ticket) {
   const auto us = static_cast<uint64_t>((now_ns() - ticket.submitted_ns) / 1000);
   const size_t bucket = us == 0 ? 0 : std::min<size_t>(64 - static_cast<size_t>(__builtin_clzll(us)), 31);
   add(&counters_.wait_us[bucket], 1);
+  if (ticket.io_class != ES_CLASS_DECODE) return;
+  add(&counters_.num_decode_tickets, 1);
+  add(&counters_.decode_us, us);
 }
 
 int32_t Store::poll(const Ticket* ticket) {
@@ -253,6 +256,8 @@ void Store::get_counters(es_counters* out) const {
   out->max_prefetch_depth = get(counters_.max_prefetch_depth);
   for (size_t i = 0; i < ES_NUM_KINDS; ++i) out->errors[i] = get(counters_.errors[i]);
   for (size_t i = 0; i < 32; ++i) out->wait_us[i] = get(counters_.wait_us[i]);
+  out->num_decode_tickets = get(counters_.num_decode_tickets);
+  out->decode_us = get(counters_.decode_us);
 }
 
 }  // namespace engram

@@ -39,6 +39,7 @@ struct Counters {
   std::atomic<uint64_t> num_retries{0}, num_decode_reads{0}, max_prefetch_depth{0};
   std::array<std::atomic<uint64_t>, ES_NUM_KINDS> errors{};
   std::array<std::atomic<uint64_t>, 32> wait_us{};
+  std::atomic<uint64_t> num_decode_tickets{0}, decode_us{0};
 };
 
 // A read at the device, or waiting to be tried again. One per buffer.

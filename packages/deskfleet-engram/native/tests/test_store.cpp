@@ -255,6 +255,7 @@ void expect_sums(es_store* store) {
   uint64_t finished = 0;
   for (const uint64_t bucket : c.wait_us) finished += bucket;
   CHECK_EQ(finished, c.num_tickets);
+  CHECK(c.num_decode_tickets <= c.num_tickets);
 }
 
 void test_bytes(const World& world) {

@@ -177,6 +177,8 @@ class Counters(_Sized):
         ("max_prefetch_depth", c_uint64),
         ("errors", c_uint64 * len(KINDS)),
         ("wait_us", c_uint64 * NUM_WAIT_BUCKETS),
+        ("num_decode_tickets", c_uint64),
+        ("decode_us", c_uint64),
     ]
 
 

@@ -10,6 +10,8 @@ EngramError
 ├── IdentityError     a sound pack, but of another checkpoint, column, row format or version               exit 1
 ├── NativeError       the native library is missing, or finds no way to read on this machine               exit 3
 ├── SelectionError    a rank, layers or columns that the tables do not have                                exit 2
+├── ContractError     an engine, its settings or its device that a plug-in was not made for                exit 3
+├── MissingRowsError  a pack that lacks columns which a rank of another engine reads                       exit 3
 └── PackError         packing cannot go on                                                                 exit 3
     └── SpaceError    the pack does not fit the disk                                                       exit 1
 ```
@@ -96,6 +98,14 @@ class SelectionError(EngramError):
     exit_code = 2
 
 
+class ContractError(EngramError):
+    """The engine, its configuration, its device or this rank's place in it is not what the plug-in was made for."""
+
+
+class MissingRowsError(EngramError):
+    """The pack lacks columns that this rank reads."""
+
+
 class PackError(EngramError):
     """Packing stopped: the disk or the source failed, the source changed, or another process packs."""
 
@@ -107,11 +117,13 @@ class SpaceError(PackError):
 
 
 __all__ = [
+    "ContractError",
     "EngramError",
     "FormatError",
     "GeometryError",
     "HistoryError",
     "IdentityError",
+    "MissingRowsError",
     "NativeError",
     "PackError",
     "RowError",

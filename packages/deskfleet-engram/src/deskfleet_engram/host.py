@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from deskfleet_engram.errors import EngramError, SourceError
+from deskfleet_engram.errors import ContractError, MissingRowsError, SourceError
 from deskfleet_engram.geometry import EngramGeometry
 from deskfleet_engram.manifest import (
     Manifest,
@@ -43,14 +43,6 @@ from deskfleet_engram.store import BackendName, OpenStore, PackedLayer, open_sto
 
 RECEIPT_FORMAT = 1
 """Version of the receipt's keys; a reader ignores keys that it does not know."""
-
-
-class ContractError(EngramError):
-    """The engine, its configuration or this rank's place in it is not what the plug-in was made for."""
-
-
-class MissingRowsError(EngramError):
-    """The pack lacks columns that this rank reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,6 +264,26 @@ def write_receipt(directory: Path, name: str, document: Mapping[str, Any]) -> Pa
     return path
 
 
+def log_receipt(document: Mapping[str, Any]) -> str:
+    """Return the line of a receipt for the log, where a launcher finds it on every node without reading files.
+
+    `KEY=VALUE` pairs: what must be the same on every rank first, then what is this rank's own. `sources` is the digest
+    of all that was compared of the engine.
+    """
+    sources = hashlib.sha256(json.dumps(document["source_sha256"], sort_keys=True).encode()).hexdigest()
+    pairs = {
+        "engine": f"{document['engine']}-{document['engine_version']}",
+        "plugin": document["plugin_version"],
+        "sources": sources[:16],
+        "pack": document["pack_sha256"][:16],
+        "store": document["store"],
+        "warnings": len(document["warnings"]),
+        "rank": f"{document['rank']}/{document['world_size']}",
+        "columns": f"{document['columns'][0]}-{document['columns'][-1]}",
+    }
+    return "deskfleet-engram receipt: " + " ".join(f"{key}={value}" for key, value in pairs.items())
+
+
 # --- checks -----------------------------------------------------------------------------------------------
 
 
@@ -349,6 +361,7 @@ __all__ = [
     "HostTable",
     "MissingRowsError",
     "check_sources",
+    "log_receipt",
     "source_sha256",
     "write_receipt",
 ]

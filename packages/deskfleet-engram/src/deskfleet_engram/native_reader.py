@@ -67,7 +67,8 @@ class NativeCounters:
     `num_rows` rows asked for (NOT_MINE left out), `num_unique` after removing repeats within a request. Once all
     tickets are finished these add up: `num_unique` = `num_cache_hits` + `num_read_rows` + `num_shared_rows` (from a
     read that another request had under way) + `num_fallback_rows` (second source) + `num_failed_rows`. `errors` counts
-    faults by kind, also those that a retry repaired. `wait_us[i]` tickets took from 2**(i-1) to 2**i microseconds.
+    faults by kind, also those that a retry repaired. `wait_us[i]` tickets took from 2**(i-1) to 2**i microseconds;
+    the `num_decode_tickets` of class DECODE, which somebody waits for, took `decode_us` together.
     """
 
     num_tickets: int
@@ -83,6 +84,8 @@ class NativeCounters:
     num_retries: int
     num_decode_reads: int
     max_prefetch_depth: int
+    num_decode_tickets: int = 0
+    decode_us: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     wait_us: tuple[int, ...] = ()
 

@@ -6,7 +6,8 @@
  *
  * bfloat16 is uint16_t, packed codes are uint8_t, indices int64_t. Arrays are dense and row-major unless a stride is
  * given. No function allocates what it returns, keeps a pointer, or fails; sizes are the caller's responsibility.
- * All functions may be called from any thread. Scratch memory is kept per thread.
+ * All functions may be called from any thread. Scratch memory is kept per thread. Groups, at the end, are the exception:
+ * collectives of processes of one machine, through memory that they share.
  */
 #ifndef DESKFLEET_OPS_H
 #define DESKFLEET_OPS_H
@@ -23,7 +24,7 @@ extern "C" {
 
 #define DF_ABI_VERSION 1
 
-enum df_type { DF_BF16 = 0, DF_F32 = 1, DF_F64 = 2 };
+enum df_type { DF_BF16 = 0, DF_F32 = 1, DF_F64 = 2, DF_I32 = 3 };
 
 /* Packed rows: codes, then scales. */
 enum df_record {
@@ -161,6 +162,39 @@ void df_add_round(const double* total, const uint16_t* added, int64_t count, uin
 void df_engram_gate(const uint16_t* stream, const uint16_t* key, int64_t key_stride, const uint16_t* value,
                     int64_t value_stride, const float* weight, const uint8_t* alive, double eps, int64_t rows,
                     int64_t copies, int64_t width, uint16_t* out);
+
+/* --- Groups ---
+ *
+ * All processes of a group have `file` open, one that is empty at first and has no name, such as a memfd. It is mapped, and
+ * every process holds a lock on it, so that the others see its end; closing any descriptor of the file gives that lock up.
+ * Everyone calls the same collectives with the same sizes in the same order, from one thread at a time. Sums are added in
+ * the order of ranks, so that all have the same bits.
+ *
+ * A collective returns 0, or -1 - r when process r has ended or left, or -1001 - r when it is not at the same collective.
+ * After either a group is of no use. A collective waits without end for a process that is there and does not come. */
+
+enum { DF_GROUP_SLOT_BYTES = 1 << 18 }; /* what travels at a time */
+
+/* Process `rank` of `size`, in the group of those `part` neighbours that share rank / part (part divides size): all, or one
+ * division besides. may_spin: wait awake for some microseconds before sleeping. -> a handle, or a negative errno. */
+int64_t df_group_open(int32_t file, int64_t rank, int64_t size, int64_t part, int32_t may_spin);
+
+/* The handle is of no use afterwards. The lock goes with the file's descriptor. */
+void df_group_close(int64_t group);
+
+/* data [count] of type (f64, f32 or i32): the sum over processes, in place. */
+int64_t df_group_all_reduce(int64_t group, void* data, int64_t count, int32_t type);
+
+/* data [bytes] -> out [processes, bytes], in the order of ranks. */
+int64_t df_group_all_gather(int64_t group, const void* data, int64_t bytes, void* out);
+
+/* data [bytes] of the group's first process to all, in place. The first goes on before the others have taken it. */
+int64_t df_group_broadcast(int64_t group, void* data, int64_t bytes);
+
+/* For all but the first process, whose next collective is a df_group_broadcast of unknown length: its first
+ * DF_GROUP_SLOT_BYTES bytes at most -> out, which has room for so many. Returns the length; who gets more than fits has the
+ * rest from df_group_broadcast. */
+int64_t df_group_receive(int64_t group, void* out);
 
 #if defined(__GNUC__)
 #pragma GCC visibility pop

@@ -18,8 +18,9 @@ LIBRARY_NAME = "libdeskfleet_ops.so"
 LIBRARY_VARIABLE = "DESKFLEET_OPS_LIBRARY"
 """Environment variable: another library file to load, such as one built with sanitizers."""
 
-BF16, F32, F64 = 0, 1, 2
+BF16, F32, F64, I32 = 0, 1, 2, 3
 WINDOW, ENTRY, INDEX_KEY = 0, 1, 2
+GROUP_SLOT_BYTES = 1 << 18
 
 
 class OpsError(ImportError):
@@ -59,6 +60,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "df_shared_expert": (None, (_P, _P, _P, _N, _N, _N, c_float, _P)),
     "df_add_round": (None, (_P, _P, _N, _P)),
     "df_engram_gate": (None, (_P, _P, _N, _P, _N, _P, _P, c_double, _N, _N, _N, _P)),
+    "df_group_open": (_N, (_I, _N, _N, _N, _I)),
+    "df_group_close": (None, (_N,)),
+    "df_group_all_reduce": (_N, (_N, _P, _N, _I)),
+    "df_group_all_gather": (_N, (_N, _P, _N, _P)),
+    "df_group_broadcast": (_N, (_N, _P, _N)),
+    "df_group_receive": (_N, (_N, _P)),
 }
 
 
@@ -111,6 +118,8 @@ __all__ = [
     "ENTRY",
     "F32",
     "F64",
+    "GROUP_SLOT_BYTES",
+    "I32",
     "INDEX_KEY",
     "LIBRARY_NAME",
     "LIBRARY_VARIABLE",

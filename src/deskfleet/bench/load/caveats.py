@@ -26,6 +26,7 @@ REFUSALS: dict[str, str] = {
     "token-mismatch": "the server's usage and its own counters disagree",
     "failed-streams": "a stream was refused or failed",
     "overloaded": "requests came faster than they were answered, until too many were open",
+    "all-at-once": "an answer was held back and came in one piece: no rate can be told",
 }
 """Kinds that keep a number out of every table, unless allowed."""
 
@@ -56,6 +57,9 @@ _BUSY = 0.25
 _CLIENT_CPU = 0.8
 _LATE_S = 0.05
 _FEW = 20
+_LEAST_TPOT_S = 5e-5
+"""No model gives a single stream 20,000 tokens a second."""
+_TIMED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,16 @@ def _token_counts(batch: Batch) -> list[Caveat]:
 
 def _answers(batch: Batch, *, speculates: bool | None) -> list[Caveat]:
     found = []
+    held = [
+        stream
+        for stream in batch.answered
+        if stream.first_s is not None
+        and stream.num_completion_tokens >= _TIMED_TOKENS
+        and (not stream.gaps_s or (stream.tpot_s or 0.0) < _LEAST_TPOT_S)
+    ]
+    if held:
+        text = f"{len(held)} of {len(batch.answered)}, e.g. {held[0].num_completion_tokens} tokens"
+        found.append(Caveat("all-at-once", f"{text}: by a proxy, or by a machine too busy to read them"))
     inflating = [
         measured
         for stream in batch.answered

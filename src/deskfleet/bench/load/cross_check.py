@@ -1,6 +1,7 @@
 """Our load generator beside others: the same work, in turns, and how far the numbers are apart.
 
-Owns the order (ours, theirs, ours again) and what is expected to agree. Times to the first token are not: others count
+Owns the order (ours, theirs, ours again; or both at the same time, which a busy machine cannot tell apart) and what is
+expected to agree. Times to the first token are not: others count
 from the first event, also one without text.
 """
 
@@ -18,26 +19,34 @@ from deskfleet.bench.load.other_programs import PROGRAMS, Figures, Scenario
 from deskfleet.bench.load.prompts import prompt
 from deskfleet.bench.load.suite import LoadSuite
 from deskfleet.client import Client
-from deskfleet.errors import EngineError
+from deskfleet.errors import ConfigError, EngineError
 
 OURS = "deskfleet"
 TOKENS_APART = 0.05
 RATES_APART = 0.10
+RUNNING = ("deskfleet_engine_running", "vllm:num_requests_running", "sglang:num_running_reqs")
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One program beside ours: theirs over ours, and whether that is within 5 % for tokens and 10 % for rates."""
+    """One program beside ours: theirs over the mean of our runs before and after it, or of the one beside it.
+
+    `rate_apart` is how far its rate is from the nearest of our runs, as a share of that; 0 between our runs, which
+    show what server and machine make of the same work.
+    """
 
     figures: Figures
     tokens_ratio: float | None
     rate_ratio: float
     tpot_ratio: float | None
+    rate_apart: float
 
     @property
     def agrees(self) -> bool:
+        """Whether tokens are within 5 % of ours, and the rate within 10 % of one of our runs, or between them."""
         tokens_agree = self.tokens_ratio is None or abs(self.tokens_ratio - 1) <= TOKENS_APART
-        return tokens_agree and abs(self.rate_ratio - 1) <= RATES_APART
+        return tokens_agree and self.rate_apart <= RATES_APART
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +67,29 @@ async def cross_check(
     num_requests: int,
     programs: dict[str, Path | None],
     key: str | None = None,
+    tokenizer: str | None = None,
+    together: bool = False,
     on_figures: Callable[[Figures], None] = lambda figures: None,
 ) -> CrossCheck:
-    """Run ours and each of `programs` (of PROGRAMS, with a path or None for PATH) in turns.
+    """Run ours and each of `programs` (of PROGRAMS, with a path or None for PATH) in turns, or `together`.
+
+    `tokenizer` is a directory, for programs that must count text themselves. `concurrency` is of each.
 
     Raises ServerGone when nobody answers, EngineError when a program fails, ConfigError for a path that is none.
     """
     found = {name: PROGRAMS[name].find(path) for name, path in programs.items()}
     async with Client(url, key=key) as client:
         model = await client.model_id()
-        ours = [await _own(client, suite, model, kind, concurrency, num_requests)]
-        on_figures(ours[-1])
-        others = []
+        ours: list[Figures] = []
+        others: list[Agreement] = []
+
+        async def run_ours() -> Figures:
+            ours.append(await _own(client, suite, model, kind, concurrency, num_requests))
+            on_figures(ours[-1])
+            return ours[-1]
+
+        if not together:
+            await run_ours()
         for name, program in found.items():
             if program is None:
                 continue
@@ -80,16 +100,37 @@ async def cross_check(
                 concurrency=concurrency,
                 num_tokens=suite.num_tokens,
                 extra=_extra(suite, model),
+                tokenizer=tokenizer,
             )
-            others.append(await asyncio.to_thread(PROGRAMS[name].run, program, scenario))
-            on_figures(others[-1])
-            ours.append(await _own(client, suite, model, kind, concurrency, num_requests))
-            on_figures(ours[-1])
+            theirs = asyncio.create_task(asyncio.to_thread(PROGRAMS[name].run, program, scenario))
+            if together:
+                await _begun(client, theirs)
+                beside = [await run_ours()]
+                on_figures(await theirs)
+            else:
+                on_figures(await theirs)
+                await run_ours()
+                beside = ours[-2:]
+            others.append(_agreement(theirs.result(), beside))
     return CrossCheck(
         ours=tuple(ours),
-        others=tuple(_agreement(figures, ours) for figures in others),
+        others=tuple(others),
         absent=tuple(PROGRAMS[name].name for name, program in found.items() if program is None),
     )
+
+
+async def _begun(client: Client, theirs: asyncio.Task[Figures]) -> None:
+    """Wait until the server runs what another program asks. Raises ConfigError when the server does not tell."""
+    while not theirs.done():
+        counters = await client.counters()
+        running = next((counters[name] for name in RUNNING if name in counters), None)
+        if running is None:
+            raise ConfigError(
+                f"{client.url} does not tell how many requests run", hint="leave --together out"
+            )
+        if running:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _own(
@@ -136,13 +177,16 @@ def _agreement(figures: Figures, ours: Sequence[Figures]) -> Agreement:
     tokens = [each.num_output_tokens for each in ours if each.num_output_tokens]
     tpot = [each.mean_tpot_ms for each in ours if each.mean_tpot_ms]
     has_tokens = figures.num_output_tokens is not None and bool(tokens)
+    rates = [each.output_tok_s for each in ours]
+    nearest = min(max(figures.output_tok_s, min(rates)), max(rates))
     return Agreement(
         figures,
         figures.num_output_tokens / statistics.mean(tokens)
         if has_tokens and figures.num_output_tokens is not None
         else None,
-        figures.output_tok_s / statistics.mean(each.output_tok_s for each in ours),
+        figures.output_tok_s / statistics.mean(rates),
         figures.mean_tpot_ms / statistics.mean(tpot) if figures.mean_tpot_ms and tpot else None,
+        abs(figures.output_tok_s / nearest - 1),
     )
 
 

@@ -24,7 +24,7 @@ _LIMIT_S = 3600.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """What every program is to do: answer `prompts`, `concurrency` at a time, `num_tokens` each. `extra` goes into
-    every request."""
+    every request. `tokenizer` is a directory, for a program that must count text itself."""
 
     url: str
     model: str
@@ -32,6 +32,7 @@ class Scenario:
     concurrency: int
     num_tokens: int
     extra: Mapping[str, Any]
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +79,23 @@ class OtherProgram:
 
 
 def vllm_arguments(scenario: Scenario, directory: Path) -> list[str]:
-    """Return the arguments of `vllm bench serve` (0.32, 0.33). The tokenizer is not loaded: lengths come from usage."""
+    """Return the arguments of `vllm bench serve` (0.32, 0.33).
+
+    Lengths come from usage, which it reads in an event of its own only. Servers that tell usage with the last piece of
+    text, as DeepSeek's do, need a tokenizer: then it counts the text.
+    """
     prompts = directory / "prompts.jsonl"
     _write_lines(prompts, [{"prompt": prompt} for prompt in scenario.prompts])
     extra = {**scenario.extra, "max_completion_tokens": scenario.num_tokens, "max_tokens": None}
     kept = {name: value for name, value in extra.items() if value is not None}
     return [
         *("bench", "serve", "--backend", "openai-chat", "--base-url", scenario.url),
-        *("--endpoint", "/v1/chat/completions", "--model", scenario.model, "--skip-tokenizer-init"),
+        *("--endpoint", "/v1/chat/completions", "--model", scenario.model),
+        *(
+            ("--skip-tokenizer-init",)
+            if scenario.tokenizer is None
+            else ("--tokenizer", scenario.tokenizer, "--skip-chat-template")
+        ),
         *("--dataset-name", "custom", "--dataset-path", str(prompts), "--disable-shuffle", "--no-oversample"),
         *("--num-prompts", str(len(scenario.prompts)), "--max-concurrency", str(scenario.concurrency)),
         *("--extra-body", json.dumps(kept), "--disable-tqdm"),
@@ -98,6 +108,11 @@ def read_vllm(directory: Path) -> Figures:
     """Return what is in its result file. Raises EngineError when there is none, or not of its form."""
     found = _read_json(directory / "result.json", "vllm bench serve")
     try:
+        if max(found.get("output_lens", ()), default=2) <= 1 and any(map(any, found.get("itls", ()))):
+            raise EngineError(
+                "vllm bench serve read no token counts: this server tells them with the last piece of text",
+                hint="give it the model's tokenizer: --tokenizer DIR",
+            )
         return Figures(
             program="vllm bench serve",
             num_completed=found["completed"],

@@ -17,7 +17,9 @@ from deskfleet.bench.trace.categories import CATEGORIES, COLLECTIVE, IDLE, categ
 from deskfleet.bench.trace.read import Event, Trace
 
 _ORDER = {"copies": 2, COLLECTIVE: 1}
-"""Who gives way: the higher number to the lower, everything else before both."""
+"""Who gives way on a device: the higher number to the lower, everything else before both."""
+_MAIN, _BESIDE = 0, 1
+"""The same on a CPU: its main thread, and the threads that run collectives for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,18 @@ def _main(trace: Trace) -> list[Event]:
 def _segments(trace: Trace) -> list[Segment]:
     """Return who owns which moment, by time."""
     if trace.is_of_device:
-        owned = [(category_of(event.name), event) for event in trace.device]
-    else:
-        owned = [(category_of(piece.name), piece) for piece in flatten(_main(trace))]
-        others = [event for event in trace.host if event.lane != trace.main_lane]
-        owned += [(COLLECTIVE, event) for event in others if category_of(event.name) == COLLECTIVE]
-    return _sweep(owned)
+        named = [(category_of(event.name), event) for event in trace.device]
+        return _sweep([(_ORDER.get(category, 0), category, event) for category, event in named])
+    owned = [(_MAIN, category_of(piece.name), piece) for piece in flatten(_main(trace))]
+    others = [event for event in trace.host if event.lane != trace.main_lane]
+    return _sweep([*owned, *((_BESIDE, COLLECTIVE, e) for e in others if category_of(e.name) == COLLECTIVE)])
 
 
-def _sweep(owned: Sequence[tuple[str, Event]]) -> list[Segment]:
-    """Resolve overlaps: at every moment the strongest of those that run; the first to begin among equals."""
+def _sweep(owned: Sequence[tuple[int, str, Event]]) -> list[Segment]:
+    """Resolve overlaps: at every moment the one of the lowest number that runs; the first to begin among equals."""
     edges = sorted(
-        [(event.begin_s, 1, number) for number, (_, event) in enumerate(owned)]
-        + [(event.end_s, 0, number) for number, (_, event) in enumerate(owned)]
+        [(event.begin_s, 1, number) for number, (_, _, event) in enumerate(owned)]
+        + [(event.end_s, 0, number) for number, (_, _, event) in enumerate(owned)]
     )
     running: dict[int, tuple[int, int]] = {}
     segments: list[Segment] = []
@@ -138,14 +139,14 @@ def _sweep(owned: Sequence[tuple[str, Event]]) -> list[Segment]:
     for at_s, is_begin, number in edges:
         if running and at_s > last_s:
             winner = min(running, key=running.__getitem__)
-            category = owned[winner][0]
+            category = owned[winner][1]
             if segments and segments[-1].category == category and segments[-1].end_s == last_s:
                 segments[-1] = Segment(category, segments[-1].begin_s, at_s)
             else:
                 segments.append(Segment(category, last_s, at_s))
         last_s = at_s
         if is_begin:
-            running[number] = (_ORDER.get(owned[number][0], 0), number)
+            running[number] = (owned[number][0], number)
         else:
             running.pop(number, None)
     return segments

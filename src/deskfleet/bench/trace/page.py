@@ -45,7 +45,12 @@ def as_json(profile: Profile, *, num_kernels: int) -> dict[str, Any]:
                 "step_ms": _ms(statistics.fmean(b.wall_s for b in budgets)),
                 "by_category_ms": {name: _ms(value) for name, value in mean_budget(budgets).items()},
                 "steps": [
-                    {"name": b.name, "wall_ms": _ms(b.wall_s), "sum_ms": _ms(sum(b.by_category.values()))}
+                    {
+                        "name": b.name,
+                        "wall_ms": _ms(b.wall_s),
+                        "sum_ms": _ms(sum(b.by_category.values())),
+                        "by_category_ms": {name: _ms(value) for name, value in mean_budget([b]).items()},
+                    }
                     for b in budgets
                 ],
                 "largest_gaps_ms": [_ms(gap) for gap in _gaps(budgets)[:10]],

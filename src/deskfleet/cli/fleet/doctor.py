@@ -10,7 +10,7 @@ import typer
 
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Json, Overrides, open_fleet
 from deskfleet.cli.terminal import data_console, print_json, printable, say
-from deskfleet.errors import ConfigError
+from deskfleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from deskfleet.fleet.checks import Finding
@@ -73,11 +73,11 @@ async def _ask(spec: FleetSpec, plan: MemoryPlan | None, *, with_traffic: bool) 
 
 def _plan(source: FleetSource) -> MemoryPlan | None:
     """The plan that nodes are measured by; without one that fits there is nothing to measure by, and that is said."""
-    from deskfleet.fleet.planning import plan_fleet
+    from deskfleet.fleet.up import plan_launch
 
     try:
-        best = plan_fleet(source).best
-    except ConfigError as error:
+        best = plan_launch(source)
+    except (CheckpointError, ConfigError) as error:  # before pull there is no checkpoint to plan
         say(f"memory and disk are not compared with a plan: {error.message}")
         return None
     if not best.fits:

@@ -1,15 +1,17 @@
-"""How bytes on their way look, node by node: for `fleet pull`, `share` and `pack`.
+"""How bytes on their way look, node by node, and what would move them: for `fleet pull`, `share` and `pack`.
 
 A bar for each node on a terminal; elsewhere a line on stderr now and then.
 """
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from deskfleet.cli.terminal import printable, say, talk_console
+from deskfleet.cli.terminal import print_json, printable, say, talk_console
 from deskfleet.units import format_bytes
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Moving:
         more: str = "",
     ) -> None:
         """Show how far a node is."""
-        left = "" if eta_s is None else f", {duration(eta_s)} left"
+        left = "" if eta_s is None or done_bytes >= total_bytes else f", {duration(eta_s)} left"
         parts = [f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}", *filter(None, [more])]
         how_far = f"{', '.join(parts)}, {format_bytes(int(rate_bytes_s))}/s{left}"
         what = printable(f"{node}: {doing}".rstrip(": "))
@@ -99,6 +101,22 @@ class Moving:
             say(f"{what}, {how_far}")
 
 
+def print_shown(shown: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print one thing that --dry-run shows: a program or a script on a node, and for `share` which step it is."""
+    from deskfleet.fleet.program import shell_lines
+
+    if as_json:
+        print_json(dict(shown))
+        return
+    heading = ": ".join(str(shown[key]) for key in ("node", "step") if key in shown)
+    print(f"# {heading}\n{shell_lines(shown) if 'program' in shown else _script_lines(shown)}")
+
+
+def _script_lines(shown: Mapping[str, Any]) -> str:
+    words = shlex.join(["bash", "-s", "--", *shown["arguments"]])
+    return f"{words} <<'EOF'\n{shown['script']}EOF"
+
+
 def duration(seconds_s: float) -> str:
     """Spell a duration as `2:05` or `1:02:05`."""
     minutes, seconds = divmod(round(seconds_s), 60)
@@ -106,4 +124,4 @@ def duration(seconds_s: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-__all__ = ["Moving", "duration"]
+__all__ = ["Moving", "duration", "print_shown"]

@@ -9,7 +9,7 @@ import typer
 
 from deskfleet.cli.flags import Json
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Overrides, open_fleet
-from deskfleet.cli.fleet.moving import Moving, duration
+from deskfleet.cli.fleet.moving import Moving, duration, print_shown
 from deskfleet.cli.terminal import print_json, say
 from deskfleet.errors import ConfigError
 from deskfleet.units import format_bytes, parse_bytes
@@ -88,16 +88,12 @@ async def _pack(spec: FleetSpec, nodes: list[str], options: PackOptions) -> tupl
 
 
 async def _show(spec: FleetSpec, nodes: list[str], options: PackOptions, *, as_json: bool) -> None:
-    from deskfleet.fleet.program import shell_lines
     from deskfleet.fleet.remote import Remotes
     from deskfleet.fleet.rows import shown_programs
 
     async with Remotes(spec.nodes) as remotes:
         for node, shown in shown_programs(spec, remotes, nodes, options).items():
-            if as_json:
-                print_json({"node": node, **shown})
-            else:
-                print(f"# {node}\n{shell_lines(shown)}")
+            print_shown({"node": node, **shown}, as_json=as_json)
 
 
 def _sentence(packed: Packed) -> str:

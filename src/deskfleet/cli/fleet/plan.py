@@ -37,9 +37,10 @@ def run(
     would.
     """
     from deskfleet.fleet.planning import asked_of, plan_fleet
+    from deskfleet.fleet.up import with_all_nodes
     from deskfleet.planner.calibration import read_calibration
 
-    source = open_fleet(file, overrides)
+    source = with_all_nodes(open_fleet(file, overrides))
     found = plan_fleet(source, tuple(map(read_calibration, calibration or ())))
     if as_json:
         from deskfleet.planner.planfile import search_to_dict

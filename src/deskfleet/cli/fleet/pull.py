@@ -10,7 +10,7 @@ import typer
 
 from deskfleet.cli.flags import Json
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Overrides, open_fleet
-from deskfleet.cli.fleet.moving import Moving
+from deskfleet.cli.fleet.moving import Moving, print_shown
 from deskfleet.cli.terminal import print_json, say
 from deskfleet.fleet.transfer import PARALLEL
 from deskfleet.units import format_bytes
@@ -78,16 +78,12 @@ async def _pull(spec: FleetSpec, nodes: list[str], options: PullOptions) -> tupl
 
 
 async def _show(spec: FleetSpec, nodes: list[str], options: PullOptions, *, as_json: bool) -> None:
-    from deskfleet.fleet.program import shell_lines
     from deskfleet.fleet.pull import shown_programs
     from deskfleet.fleet.remote import Remotes
 
     async with Remotes(spec.nodes) as remotes:
         for node, shown in shown_programs(spec, remotes, nodes, options).items():
-            if as_json:
-                print_json({"node": node, **shown})
-            else:
-                print(f"# {node}\n{shell_lines(shown)}")
+            print_shown({"node": node, **shown}, as_json=as_json)
 
 
 def _sentence(pulled: Pulled) -> str:

@@ -58,9 +58,11 @@ def run(
     """Start the fleet, and open its endpoint when answers are right.
 
     The work is done by a supervisor of its own, which goes on when this command has ended: Ctrl-C detaches, with exit
-    code 0. A fleet that is up already is left alone (0); one that is half-alive is stopped first. The port opens when
-    the launch gates have passed. What fails is undone: exit code 1 when a check or a gate says no, 2 for a wrong
-    fleet.toml, 3 when a machine failed or somebody else is changing the fleet. With --json, each event is an object.
+    code 0. A fleet that is up already is left alone (0; 1 while it lets nobody in for want of memory); one that is
+    half-alive is stopped first, and one that waits to be started again is started now. The port opens when the launch
+    gates have passed. What fails before that is undone: exit code 1 when a check or a gate says no, 2 for a wrong
+    fleet.toml, 3 when a machine failed or somebody else is changing the fleet. What fails later is started again, as
+    [restart] of the file says. With --json, each event is an object.
     """
     source = open_fleet(file, overrides)
     if dry_run:
@@ -100,7 +102,7 @@ def bring_up(
         asyncio.run(_end_supervisor(state))  # a launch under way has the lock
     with state.acting(f"deskfleet fleet {what}", patience_s=_OTHERS_S if is_fresh else 0.0) as lock:
         found = asyncio.run(_see(spec, state))
-        if found.verdict == "up" and not is_fresh:
+        if found.verdict in ("up", "closed") and not is_fresh:
             return _leave_alone(found, digest_of(spec, overrides), as_json=as_json)
         if found.verdict != "down":
             say(f"{spec.name} is {found.verdict}: {'; '.join(found.reasons)}")
@@ -114,12 +116,14 @@ def _leave_alone(found: FleetStatus, digest: str, *, as_json: bool) -> int:
     if as_json:
         print_json({"event": "up already", **found.to_dict()})
     else:
-        say(f"{found.fleet} is up already, nothing was changed: {record.model_id} answers at {record.url}/v1")
+        does = f"{record.model_id} answers at {record.url}/v1"
+        said = "; ".join(found.reasons) if found.verdict == "closed" else does
+        say(f"{found.fleet} is up already, nothing was changed: {said}")
     if record.digest != digest:
         say(
             "note: it was started from another fleet.toml than this one is now; deskfleet fleet restart takes it"
         )
-    return 0
+    return found.exit_code
 
 
 def _launch(
@@ -242,6 +246,8 @@ _LINES = {
     "gate": "  {verdict:4}  {gate}: {text}",
     "waiting": "  {text}",
     "watch": "  {text}",
+    "memory": "  memory: {text}",
+    "memory-unseen": "  memory: {text}",
 }
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deskfleet.cli.flags import Json
 from deskfleet.cli.fleet import FLEET_FILE, FleetFile, Overrides, open_fleet
-from deskfleet.cli.fleet.moving import Moving
+from deskfleet.cli.fleet.moving import Moving, print_shown
 from deskfleet.cli.terminal import print_json, printable, say
 from deskfleet.errors import ConfigError
 from deskfleet.units import format_bytes
@@ -66,6 +65,10 @@ def run(
     for proof in proofs:
         _print(proof, as_json=as_json)
     if not all(proof.is_good for proof in proofs):
+        if spec.share == "local":
+            say(
+                'hint: share is "local", so nothing was brought anywhere: "nfs" or "copy" in fleet.toml do that'
+            )
         raise typer.Exit(_VERDICT_NO)
 
 
@@ -90,22 +93,12 @@ async def _undo(spec: FleetSpec) -> None:
 
 
 async def _show(spec: FleetSpec, *, only_prove: bool, undo: bool, as_json: bool) -> None:
-    from deskfleet.fleet.program import shell_lines
     from deskfleet.fleet.remote import Remotes
     from deskfleet.fleet.share import shown_share
 
     async with Remotes(spec.nodes) as remotes:
         for shown in shown_share(spec, remotes, only_prove=only_prove, is_undo=undo):
-            if as_json:
-                print_json(shown)
-            else:
-                text = shell_lines(shown) if "program" in shown else _lines(shown)
-                print(f"# {shown['node']}: {shown['step']}\n{text}")
-
-
-def _lines(shown: dict[str, Any]) -> str:
-    words = shlex.join(["bash", "-s", "--", *shown["arguments"]])
-    return f"{words} <<'EOF'\n{shown['script']}EOF"
+            print_shown(shown, as_json=as_json)
 
 
 def _print(proof: NodeProof, *, as_json: bool) -> None:

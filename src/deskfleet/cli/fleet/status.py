@@ -25,7 +25,8 @@ def run(file: FleetFile = FLEET_FILE, overrides: Overrides = None, as_json: Json
     """Say how the fleet is, rank by rank.
 
     Asks the supervisor's lock, docker on every node, and the endpoint. Exit code 0 when it is up; 1 when it is down,
-    starting or stopping; 3 when it is half-alive, or a node cannot be reached.
+    starting, stopping, waiting to be started again, or lets nobody in for want of memory; 3 when it is half-alive, or a
+    node cannot be reached.
     """
     found = asyncio.run(_see(open_fleet(file, overrides).spec))
     if as_json:
@@ -53,9 +54,13 @@ def _print(found: FleetStatus) -> None:
         print(
             f"launch {record.launch_id}: {record.phase} since {record.changed_at}, from {record.fleet_file}"
         )
+        if record.restart:
+            print(f"restart {record.restart} of this supervisor, after: {printable(record.after or '')}")
     print("supervisor: " + ("none" if found.supervisor is None else f"process {found.supervisor}"))
     for rank in found.ranks:
         print(f"rank {rank.rank} on {rank.node}: {rank.container} {rank.state}, launch {rank.launch_id}")
+    if found.memory is not None and found.verdict != "closed":  # else that is the reason
+        print(f"memory: {found.memory['at']}: {printable(found.memory['text'])}")
     if record is not None and record.url is not None and found.endpoint is not None:
         print(f"endpoint: {record.url}/v1, {record.model_id}: {printable(found.endpoint)}")
 

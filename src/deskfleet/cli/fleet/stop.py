@@ -28,9 +28,9 @@ def register(app: typer.Typer) -> None:
 def run(file: FleetFile = FLEET_FILE, overrides: Overrides = None, as_json: Json = False) -> int:
     """Stop the fleet, and say what could not be reached.
 
-    The supervisor lets running answers finish, stops the ranks, and removes their containers; what is left of this
-    fleet on any node is removed then, and nothing else. Exit code 0 when nothing of it is left, also when there was
-    nothing; 3 when a node cannot be reached: then with what may still run there.
+    The supervisor lets running answers finish, stops the ranks, removes their containers, and starts nothing again;
+    what is left of this fleet on any node is removed then, and nothing else. Exit code 0 when nothing of it is left,
+    also when there was nothing; 3 when a node cannot be reached: then with what may still run there.
     """
     from deskfleet.fleet.state import FleetState
 

@@ -23,7 +23,7 @@ from deskfleet.fleet.spec import read_source
 from deskfleet.fleet.state import FleetState, say_holder
 from deskfleet.fleet.up import GateChoice, digest_of
 from deskfleet.gateway.loop import run_server, settle
-from deskfleet.supervisor import Order, open_store, supervise
+from deskfleet.supervisor import Order, open_store, refuse, supervise
 
 
 def main(words: Sequence[str]) -> int:
@@ -68,7 +68,10 @@ async def _supervise(asked: argparse.Namespace) -> int:
             settle()
 
     with state.supervising():
-        store = open_store(source.spec)
+        try:
+            store = open_store(source.spec)
+        except DeskfleetError as error:
+            return refuse(order, state, error)
         stop: asyncio.Event = stop_on_signals(store)
         return await supervise(order, state, store, until=stop, on_settled=on_settled)
 

@@ -70,6 +70,7 @@ def _follow_json(watcher: Watcher) -> None:
                     "event": "watch",
                     "launch_id": news.record.launch_id,
                     "phase": news.record.phase,
+                    "closed": news.record.closed,
                     "supervisor": news.supervisor,
                     "url": news.record.url,
                     "reason": news.record.reason,
@@ -113,18 +114,26 @@ def _follow_live(watcher: Watcher, fleet: str) -> None:
 
 def status_lines(news: News, fleet: str) -> list[str]:
     """Return how the fleet is, in `_HEAD_LINES` lines at most, the last empty."""
+    from deskfleet.fleet.state import ENDS
+    from deskfleet.fleet.watch import spell_due
+
     record = news.record
     if record is None:
         return [f"{fleet}: nothing was launched", ""]
-    if news.supervisor is None and record.phase not in ("stopped", "failed"):
+    if news.supervisor is None and record.phase not in ENDS:
         how = f"its supervisor is gone; it was {record.phase}. See deskfleet fleet status"
+    elif record.closed is not None:
+        how = f"{record.phase}, and nobody is let in"
+    elif record.phase == "waiting":
+        how = f"waiting; {spell_due(record)}"
     else:
         how = record.phase
     lines = [f"{fleet}: {how}", f"launch {record.launch_id}, since {record.changed_at}"]
-    if record.url is not None and record.phase == "serving":
+    why = record.closed or record.reason
+    if record.url is not None and record.phase == "serving" and why is None:
         lines.append(f"endpoint {record.url}")
-    elif record.reason is not None:
-        lines.append(printable(record.reason).splitlines()[0] if record.reason else "")
+    elif why:
+        lines.append(printable(why).splitlines()[0])
     return [*lines, ""]
 
 
@@ -140,6 +149,8 @@ def spell_event(event: dict[str, Any]) -> str:
 
 
 def _spell(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"{len(value)}, see --json"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from deskfleet.fleet.checks.contract import Check, Outcome, Subject, compared, failed, passed, skipped, warned
 from deskfleet.fleet.checks.versions import driver_of
-from deskfleet.planner.budget import RankBudget
+from deskfleet.planner.budget import SYSTEM_LINE, RankBudget
 from deskfleet.planner.cluster import KINDS
 from deskfleet.planner.fleetfile import LOCAL_KIND
 from deskfleet.units import format_bytes
+
+PORTS = "ports"
+"""The check of ports; the doctor asks it of its own machine too."""
 
 _GUARDS = ("earlyoom", "systemd-oomd", "nohang")
 _NEARLY = 0.97
@@ -57,9 +60,10 @@ def _device_memory(subject: Subject) -> Outcome:
 
 
 def _against_plan(budgets: tuple[RankBudget, ...], available_bytes: int, told: str) -> Outcome:
-    """Compare with what the plan needs at rest and at its worst moment, its floor on top."""
+    """Compare with what the plan adds to what the system holds, at rest and at its worst moment, its floor on top."""
     needed_bytes = sum(
         max(each.held_bytes + each.floor.rest_bytes, each.peak_bytes + each.floor.peak_bytes)
+        - each.line(SYSTEM_LINE).num_bytes
         for each in budgets
     )
     told = f"{told}, the plan needs {format_bytes(needed_bytes)}"
@@ -118,9 +122,12 @@ def _ports(subject: Subject) -> Outcome:
         return passed(f"{told} free")
     if subject.is_serving:
         return skipped(f"{told} taken, and a rank of this fleet runs")
-    return failed(
-        f"{told} taken", f"see who has it: sudo ss -ltnp 'sport = :{taken[0]}'; or choose another port"
-    )
+    return failed(f"{told} taken", taken_hint(taken[0]))
+
+
+def taken_hint(port: int) -> str:
+    """What to do about a port that somebody has."""
+    return f"see who has it: sudo ss -ltnp 'sport = :{port}'; or choose another gateway port, or fleet's name"
 
 
 def _gpu(subject: Subject) -> Outcome:
@@ -220,7 +227,7 @@ CHECKS = (
     Check("memory", "Is there the memory that the plan needs?", _memory, is_must=True),
     Check("memory-guards", "Does something else kill when memory is short?", _memory_guards),
     Check("cgroups", "Is the memory of containers limited?", _cgroups),
-    Check("ports", "Are the ports free?", _ports, is_must=True),
+    Check(PORTS, "Are the ports free?", _ports, is_must=True),
     Check("gpu", "Is the GPU there and idle?", _gpu, is_must=True),
     Check("gpu-clocks", "Does the GPU run as fast as it should?", _clocks),
     Check("driver", "Is the driver the head's?", _driver, is_must=True),
@@ -228,4 +235,4 @@ CHECKS = (
     Check("stale-ranks", "Do engines run outside of containers?", _stale_ranks),
 )
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "PORTS", "taken_hint"]

@@ -62,7 +62,8 @@ async def _afterwards(subject: Subject, left: int, num_witnessed: int, before_s:
     if after_s > _SLOWER * before_s + 1.0:
         return failed(
             f"after {left} clients left, the first token takes {after_s:.2f} s instead of {before_s:.2f} s: "
-            "places are not freed"
+            "places are not freed",
+            cause="pace",
         )
     return passed(
         f"{left} clients left, {num_witnessed} answers beside them right, first token {after_s:.2f} s after and "

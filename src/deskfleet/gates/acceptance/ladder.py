@@ -113,7 +113,9 @@ def _judge(
         return skipped(
             "the time given allows no ladder: one length or one depth shows little", figure, measured=measured
         )
-    limited = f"; {num_left_out} prompts left out, for time" if num_left_out else ""
+    limited = (
+        f"; {num_left_out} prompt{'s' if num_left_out > 1 else ''} left out, for time" if num_left_out else ""
+    )
     return passed(f"{measured}, none cached{limited}", figure, found=found, reached=reached)
 
 

@@ -20,6 +20,7 @@ _SHARE_OF_LADDER = 0.5
 async def _run(subject: Subject) -> Finding:
     limit = subject.max_model_len or _UNKNOWN_LIMIT
     longest = longest_prompt(limit, subject.spare_tokens)
+    await subject.right(subject.questions.sums()[0])  # what is wrong already, no long prompt did
     await subject.measure_text(longest)
     affordable = await subject.affordable_tokens(subject.limits.ladder_s)
     if affordable is not None:

@@ -13,6 +13,7 @@ from functools import partial
 from deskfleet.client import Reply
 from deskfleet.gates.contract import Decided, Finding, Gate, Series, failed, passed, skipped
 from deskfleet.gates.launch.context import longest_prompt
+from deskfleet.gates.machine import OtherWork
 from deskfleet.gates.puzzle import Puzzle, anything
 from deskfleet.gates.questions import codes, count_on
 from deskfleet.gates.subject import Subject
@@ -48,7 +49,7 @@ async def _fairness(subject: Subject) -> Finding:
         slow = answers[rates.index(least)]
         fault = f"one stream starved: {least:.1f} tok/s beside a median of {median:.1f} ({slow.puzzle.label})"
         subject.remark(slow, fault)
-        return failed(fault, measured=measured, slowest=least, median=median)
+        return failed(fault, measured=measured, cause="pace", slowest=least, median=median)
     return passed(measured, slowest=least, median=median)
 
 
@@ -66,12 +67,13 @@ FAIRNESS = Gate(
 async def _steady(subject: Subject) -> Finding:
     """Ask for the same long answer again and again, and compare the first third with the last, of rounds and within."""
     replies: list[Reply] = []
-    for number in range(_ROUNDS):
-        answered = await subject.ask(count_on(20 + number, _TOKENS))
-        if answered.reply is None:
-            return answered.finding()
-        replies.append(answered.reply)
-        subject.report(number + 1, _ROUNDS, "answers")
+    async with OtherWork(subject.client.url) as machine:
+        for number in range(_ROUNDS):
+            answered = await subject.ask(count_on(20 + number, _TOKENS))
+            if answered.reply is None:
+                return answered.finding()
+            replies.append(answered.reply)
+            subject.report(number + 1, _ROUNDS, "answers")
     if min(reply.num_completion_tokens for reply in replies) < _LEAST_TOKENS:
         return skipped("an answer was too short to tell a rate", cause="tool")
     rates = [reply.tok_s or 0.0 for reply in replies]
@@ -85,11 +87,16 @@ async def _steady(subject: Subject) -> Finding:
     first, last = statistics.median(rates[:third]), statistics.median(rates[-third:])
     measured = f"{first:.1f} tok/s at first, {last:.1f} at last"
     if last < _SLOWED * first:
-        return failed(f"slower with time: {measured}", figure, measured=measured, first=first, last=last)
+        return machine.finding(
+            f"slower with time: {measured}", figure, measured=measured, first=first, last=last
+        )
     within = statistics.median(map(_slowing, replies))
     if within < _SLOWED:
         return failed(
-            f"each answer slows down as it goes: to {within:.2f} of its rate", figure, within=within
+            f"each answer slows down as it goes: to {within:.2f} of its rate",
+            figure,
+            cause="pace",
+            within=within,
         )
     return passed(measured, figure, first=first, last=last, within=within)
 
@@ -132,7 +139,7 @@ async def _at_depth(subject: Subject) -> Finding:
         rates.append((answered.reply.num_prompt_tokens, answered.reply.tok_s))
     measured = ", ".join(f"{rate:.1f} tok/s behind {length:,} tokens" for length, rate in rates)
     if rates[-1][1] < _AT_DEPTH * rates[0][1]:
-        return failed(f"decoding is slow at depth: {measured}", measured=measured)
+        return failed(f"decoding is slow at depth: {measured}", measured=measured, cause="pace")
     return passed(measured, rates=dict(rates))
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from random import Random
 
 from deskfleet.client import Reply
 from deskfleet.evaluation.questions import Question, questions
 from deskfleet.gates.contract import Finding, Gate, failed, passed
+from deskfleet.gates.family import of_each_family
 from deskfleet.gates.puzzle import Check, Puzzle, expects, last_number, says
 from deskfleet.gates.questions import codes, user
 from deskfleet.gates.subject import Answered, Subject, cause_of, first_wrong
@@ -22,24 +24,27 @@ from deskfleet.model.embedded import POCKET
 _AT_ONCE = 4
 _LONG = (500, 1000, 2000, 4000)
 
-Suite = Callable[[Subject, int, float | None], list[Puzzle]]
-"""Of so many questions, whose prompts together may have so many tokens (None: any number)."""
+Suite = Callable[[Subject, int], list[Puzzle]]
+"""Of so many questions."""
 
 _SUITES = 4  # side by side
+_LEAST_QUESTIONS = 3
 
 
 async def _run(subject: Subject, suite: Suite) -> Finding:
+    """Ask what time allows. A suite fails by all of its questions only: of three, a single slip is too many."""
     await subject.measure_text()
-    affordable = await subject.affordable_tokens(subject.limits.ladder_s)
-    puzzles = suite(subject, subject.limits.num_questions, affordable)
+    puzzles = suite(subject, subject.limits.num_questions)
+    num_first = _num_affordable(puzzles, await subject.affordable_tokens(subject.limits.ladder_s))
+    least = subject.questions.least_quality
     answers: list[Answered] = []
     for start in range(0, len(puzzles), _AT_ONCE):
+        if len(answers) >= num_first and _share(answers) >= least:
+            break
         answers += await subject.ask_all(puzzles[start : start + _AT_ONCE], _AT_ONCE)
-        subject.report(len(answers), len(puzzles), "questions")
-    right = sum(answered.is_right for answered in answers)
-    share = right / len(answers)
-    least = subject.questions.least_quality
-    measured = f"{right} of {len(answers)} right ({share:.0%})"
+        subject.report(len(answers), max(num_first, len(answers)), "questions")
+    share = _share(answers)
+    measured = f"{sum(answered.is_right for answered in answers)} of {len(answers)} right ({share:.0%})"
     unanswered = [answered for answered in answers if answered.reply is None]
     if unanswered:
         return failed(
@@ -51,6 +56,18 @@ async def _run(subject: Subject, suite: Suite) -> Finding:
     if wrong is not None and share < least:
         return failed(f"{measured}, at least {least:.0%} are expected; {wrong.sentence}", measured=measured)
     return passed(measured, share=share)
+
+
+def _share(answers: Sequence[Answered]) -> float:
+    return sum(answered.is_right for answered in answers) / len(answers)
+
+
+def _num_affordable(puzzles: Sequence[Puzzle], most_tokens: float | None) -> int:
+    """Return how many of the first puzzles a suite may ask whose texts, with other suites', have so many tokens."""
+    if most_tokens is None:
+        return len(puzzles)
+    read = accumulate(puzzle.asked_tokens or 0 for puzzle in puzzles)
+    return max(_LEAST_QUESTIONS, sum(num_tokens <= most_tokens / _SUITES for num_tokens in read))
 
 
 def _from_evaluation(tasks: Sequence[str], subject: Subject, count: int) -> list[Puzzle]:
@@ -73,7 +90,7 @@ def _puzzle(question: Question, spare_tokens: int) -> Puzzle:
     )
 
 
-def _arithmetic(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
+def _arithmetic(subject: Subject, count: int) -> list[Puzzle]:
     if subject.questions.name == POCKET:
         return _from_evaluation(("arithmetic",), subject, count)
     rng, found = subject.rng, []
@@ -84,22 +101,20 @@ def _arithmetic(subject: Subject, count: int, affordable: float | None) -> list[
     return found
 
 
-def _instructions(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
+def _instructions(subject: Subject, count: int) -> list[Puzzle]:
     if subject.questions.name == POCKET:
         return _from_evaluation(("spell", "count", "json", "json-format"), subject, count)
     return [_INSTRUCTIONS[number % len(_INSTRUCTIONS)](subject.rng) for number in range(count)]
 
 
-def _tools(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
+def _tools(subject: Subject, count: int) -> list[Puzzle]:
     return _from_evaluation(("tool-calls", "parallel-calls"), subject, count)
 
 
-def _long_context(subject: Subject, count: int, affordable: float | None) -> list[Puzzle]:
+def _long_context(subject: Subject, count: int) -> list[Puzzle]:
     """Return codes in long texts, several in each: the one that is asked for and others that are not."""
     limit = (subject.max_model_len or 8192) - 128
     lengths = [length for length in _LONG if length <= limit] or [limit]
-    if affordable is not None:
-        count = max(3, min(count, int(affordable / _SUITES / (sum(lengths) / len(lengths)))))
     return [
         codes(
             subject.ruler,
@@ -204,7 +219,7 @@ def _gate(name: str, question: str, suite: Suite) -> Gate:
         name=name,
         question=question,
         protects="from set-ups that answer one question well and most of them badly (formats, scales, wrong kernels)",
-        threshold="half right (Pocket), four in five (others)",
+        threshold=f"share right: {of_each_family(lambda questions: f'{questions.least_quality:.0%}')}",
         when="acceptance",
         run=asked,
     )

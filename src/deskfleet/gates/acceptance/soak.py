@@ -15,6 +15,7 @@ from random import Random
 
 from deskfleet.gates.company import crossed_tag, judge_wrong, own_errors
 from deskfleet.gates.contract import Figure, Finding, Gate, Series, failed, passed
+from deskfleet.gates.machine import OtherWork
 from deskfleet.gates.puzzle import Puzzle
 from deskfleet.gates.questions import codes, timer
 from deskfleet.gates.subject import Answered, Subject
@@ -92,11 +93,14 @@ async def _run(subject: Subject) -> Finding:
     tally = Tally([0] * streams, soak_s, time.monotonic() - subject.session.began)
     begin = time.monotonic()
     watch = asyncio.create_task(_watch(subject, begin))
-    try:
-        await asyncio.gather(*(_stream(subject, number, begin + soak_s, tally) for number in range(streams)))
-    finally:
-        watch.cancel()
-    return await _judge(subject, tally)
+    async with OtherWork(subject.client.url) as machine:
+        try:
+            await asyncio.gather(
+                *(_stream(subject, number, begin + soak_s, tally) for number in range(streams))
+            )
+        finally:
+            watch.cancel()
+    return await _judge(subject, tally, machine)
 
 
 async def _watch(subject: Subject, begin: float) -> None:
@@ -124,7 +128,7 @@ def _draw(subject: Subject, rng: Random) -> Puzzle:
     return codes(subject.ruler, num_tokens, rng, spare_tokens=subject.spare_tokens)
 
 
-async def _judge(subject: Subject, tally: Tally) -> Finding:
+async def _judge(subject: Subject, tally: Tally, machine: OtherWork) -> Finding:
     total = tally.num_answers
     if not total:
         return failed("nothing was answered", cause="time")
@@ -139,8 +143,10 @@ async def _judge(subject: Subject, tally: Tally) -> Finding:
     )
     if company.fault is not None:
         return failed(company.fault, figure, measured=measured, cause=company.cause)
-    if (unfair := _starved(tally) or _slowed(tally)) is not None:
-        return failed(unfair, figure, measured=measured)
+    if (unfair := _starved(tally)) is not None:
+        return failed(unfair, figure, measured=measured, cause="pace")
+    if (slower := _slowed(tally)) is not None:
+        return machine.finding(slower, figure, measured=measured)
     own = own_errors(tally.num_wrong)
     return passed(f"{measured}{own}", figure, num_answers=total, tok_s=rate, num_wrong=tally.num_wrong)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deskfleet.gates.contract import Finding, Gate, failed, passed
+from deskfleet.gates.family import of_each_family
 from deskfleet.gates.subject import Subject, first_wrong
 
 _NUM_FACTS = 8
@@ -31,7 +32,7 @@ FACTS = Gate(
     name="facts",
     question="Are facts right that cannot be worked out?",
     protects="from Engram rows of the wrong rank, offset or number format: fluent text, wrong facts",
-    threshold="half of them (Pocket), four in five (others)",
+    threshold=f"share right: {of_each_family(lambda questions: f'{questions.least_facts:.0%}')}",
     when="launch",
     run=_run,
 )

@@ -34,7 +34,7 @@ async def _run(subject: Subject) -> Finding:
         num_tokens += len(entries)
         lowest = min([lowest, *(entry["logprob"] for entry in entries)])
     return passed(
-        f"{num_tokens} tokens, all finite, lowest {lowest:.2f}", lowest=lowest, num_tokens=num_tokens
+        f"{num_tokens} tokens, all finite, lowest {lowest:.2g}", lowest=lowest, num_tokens=num_tokens
     )
 
 

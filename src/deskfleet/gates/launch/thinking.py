@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from deskfleet.client import Reply
 from deskfleet.gates.contract import Finding, Gate, failed, passed
+from deskfleet.gates.family import of_each_family
 from deskfleet.gates.garble import shown
 from deskfleet.gates.puzzle import Puzzle, anything
 from deskfleet.gates.subject import Answered, Subject
@@ -108,7 +109,7 @@ EFFORT = Gate(
     name="effort",
     question="Is there more reasoning at a high effort than at a low one?",
     protects="from a setting that is taken and dropped",
-    threshold="1.3 times the tokens (Pocket), 1.1 times (others)",
+    threshold=f"times the tokens: {of_each_family(lambda questions: f'{questions.effort_ratio:g}')}",
     when="launch",
     run=_effort,
 )

@@ -31,7 +31,7 @@ async def _run(subject: Subject) -> Finding:
         )
         subject.remark(answered, fault)
         return failed(fault, measured=f"{reply.num_completion_tokens} of {_CUT}")
-    short = await subject.right(subject.questions.sums()[0])
+    short = await subject.right(replace(subject.questions.sums()[0], check=anything))
     longer = await subject.right(
         replace(codes(subject.ruler, 70, subject.rng, spare_tokens=0), check=anything, max_tokens=1)
     )

@@ -22,6 +22,24 @@ class CounterSpec:
     labels: tuple[str, ...] = ()
 
 
+class Place:
+    """One counter with all its labels, for whoever adds to it again and again."""
+
+    __slots__ = ("_labels", "_lock", "_values")
+
+    def __init__(
+        self, lock: threading.Lock, values: dict[tuple[str, ...], float], labels: tuple[str, ...]
+    ) -> None:
+        self._lock = lock
+        self._values = values
+        self._labels = labels
+
+    def add(self, amount: float) -> None:
+        """Add to it."""
+        with self._lock:
+            self._values[self._labels] = self._values.get(self._labels, 0.0) + amount
+
+
 class Counters:
     """Every policy's counters, by model and by the name of the caller's key. Any thread may count."""
 
@@ -36,17 +54,20 @@ class Counters:
 
         A caller without a key counts under the empty name.
         """
+        self.place(spec, model_id, key, *labels).add(amount)
+
+    def place(self, spec: CounterSpec, model_id: str, key: str | None, *labels: str) -> Place:
+        """Return where `add` adds; nothing shows there until something has been added."""
         if len(labels) != len(spec.labels):
             raise ValueError(f"{spec.name} has labels {spec.labels}, got {labels}")
         with self._lock:
             values = self._values.setdefault(spec, {})
-            place = (model_id, key or "", *labels)
-            values[place] = values.get(place, 0.0) + amount
+        return Place(self._lock, values, (model_id, key or "", *labels))
 
     def read(self) -> Mapping[CounterSpec, Mapping[tuple[str, ...], float]]:
         """Return a copy of everything counted so far: labels' values (model, key, own ones) to number."""
         with self._lock:
-            return {spec: dict(values) for spec, values in self._values.items()}
+            return {spec: dict(values) for spec, values in self._values.items() if values}
 
     def total(self, spec: CounterSpec) -> float:
         """Return the sum of one counter over all its labels."""
@@ -54,4 +75,4 @@ class Counters:
             return sum(self._values.get(spec, {}).values())
 
 
-__all__ = ["CounterSpec", "Counters"]
+__all__ = ["CounterSpec", "Counters", "Place"]

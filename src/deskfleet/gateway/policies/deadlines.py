@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from deskfleet.gateway.policies.contract import Draft, Watcher
+from deskfleet.gateway.policies.contract import Draft, Watcher, with_generate
 from deskfleet.gateway.policies.section import Seconds, Section
 
 
@@ -37,7 +37,7 @@ class Deadlines:
             return draft
         own = draft.generate.timeout_s
         timeout_s = limit if own is None else min(own, limit)
-        return replace(draft, generate=replace(draft.generate, timeout_s=timeout_s))
+        return with_generate(draft, replace(draft.generate, timeout_s=timeout_s))
 
     def watcher(self, draft: Draft) -> Watcher | None:
         """The queue and the engine look at the clock."""

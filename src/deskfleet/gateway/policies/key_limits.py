@@ -137,19 +137,18 @@ class _TokenCount:
 
     def __init__(self, settings: KeyLimitsSettings, draft: Draft, usage: Usage, counters: Counters) -> None:
         self._per_minute = settings.tokens_per_minute if settings.enabled else None
-        self._draft = draft
+        self._key = draft.caller.key
         self._usage = usage
-        self._counters = counters
+        self._tokens = counters.place(TOKENS, draft.model_id, self._key)
         self._num_uncounted = draft.num_prompt_tokens
 
     def push(self, chunk: TokenChunk) -> TokenChunk:
         """Return `chunk`; the prompt counts with the first."""
         amount = len(chunk.token_ids) + self._num_uncounted
         self._num_uncounted = 0
-        key = self._draft.caller.key
-        self._counters.add(TOKENS, self._draft.model_id, key, amount=amount)
+        self._tokens.add(amount)
         if self._per_minute is not None:
-            self._usage.take("tokens", key, self._per_minute, amount)
+            self._usage.take("tokens", self._key, self._per_minute, amount)
         return chunk
 
 

@@ -7,7 +7,7 @@ that asks for a temperature near 0 is served as asked, and counted: such request
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -83,7 +83,7 @@ def _said(values: SamplingValues) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in values if value is not None)
 
 
-_missing = set(SamplingValues.model_fields) - {field.name for field in fields(Wishes)}
+_missing = set(SamplingValues.model_fields) - set(Wishes.__struct_fields__)
 if _missing:
     raise TypeError(f"Wishes does not say whether a client sent {_missing}")
 

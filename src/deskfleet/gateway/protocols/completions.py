@@ -90,8 +90,7 @@ DECISIONS = Decisions(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCompletion(Prepared):
+class PreparedCompletion(Prepared, frozen=True, kw_only=True):
     """A completion ready for the engine, and what its parser needs."""
 
     stop: tuple[str, ...] = ()

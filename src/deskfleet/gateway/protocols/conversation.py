@@ -25,6 +25,7 @@ from deepseek_recipe import (
     ParsingOptions,
     ThinkingInitialStage,
 )
+from msgspec import Struct
 
 from deskfleet.endpoint import Constraint, GenerateRequest, ImageInput, SamplingParams
 from deskfleet.errors import PromptTooLong, RequestError
@@ -47,8 +48,7 @@ _SIGNS_OF_MARKUP = (b"DSML", b"/think")
 """What a body holds, however its JSON is escaped, if some text in it spells a tag or the end of a thought."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(Struct, frozen=True, kw_only=True):
     """One request after its protocol's module has read and converted it, before it is tokens.
 
     `conversation` is what is rendered: the conversion's own, or what it should have been. `functions` are all offered
@@ -77,8 +77,7 @@ class Ask:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedConversation(Prepared):
+class PreparedConversation(Prepared, frozen=True, kw_only=True):
     """A conversation ready for the engine, and what the parser of its answer needs.
 
     With `quotes_markup` the request holds text that looks like markup, so the model may quote some.

@@ -8,6 +8,9 @@ MAX_EVENT_BYTES = 64 * 2**20
 """A cumulative event of a million tokens with log probabilities stays below."""
 
 
+_DATA = b"data: "
+
+
 class EventSplitter:
     """Cuts one stream into the payloads of its events, in order.
 
@@ -20,9 +23,11 @@ class EventSplitter:
 
     def push(self, data: bytes) -> list[bytes]:
         """Return the payloads that are complete with `data`. Raises UpstreamFailed for an event without end."""
-        if b"\r" in data or self._held.endswith(b"\r"):
-            return self._push_with_returns(data)
         held = self._held
+        if b"\r" in data or held.endswith(b"\r"):
+            return self._push_with_returns(data)
+        if not held and data.startswith(_DATA) and data.endswith(b"\n\n") and data.count(b"\n") == 2:
+            return [data[6:-2]]  # one event and nothing else: nobody is behind
         if not held and data.endswith(b"\n\n"):  # as both engines write: whole events
             return _payloads(data[:-2])
         start = max(len(held) - 1, 0)
@@ -57,7 +62,7 @@ def _payloads(events: bytes) -> list[bytes]:
     """The payloads of events joined by empty lines."""
     found = []
     for event in events.split(b"\n\n"):
-        if event.startswith(b"data: ") and b"\n" not in event:
+        if event.startswith(_DATA) and b"\n" not in event:
             found.append(event[6:])
         elif payload := _joined(event):
             found.append(payload)

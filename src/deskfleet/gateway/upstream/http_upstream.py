@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ClassVar, Protocol, Self
@@ -264,8 +264,9 @@ class HttpUpstream(ABC):
         self._reading[key] = len(request.prompt_token_ids)
         finished = False
         try:
-            async with aclosing(self.connection.events(wire.path, wire.body, request, watch)) as batches:
-                async for payloads in batches:
+            events = await self.connection.events(wire.path, wire.body, request, watch)
+            with closing(events):
+                while payloads := await events.next():
                     num_events += len(payloads)
                     chunks, failure = self._read(payloads, reader, request)
                     if chunks and num_tokens == 0:
@@ -278,7 +279,8 @@ class HttpUpstream(ABC):
                             yield chunk
                         else:
                             last = chunk
-                            watch.limit(_AFTER_END_S)
+                            if not events.is_whole:
+                                watch.limit(_AFTER_END_S)
                     if failure is not None:
                         raise failure
             if last is None:
@@ -322,7 +324,9 @@ class HttpUpstream(ABC):
             except (EngineError, RequestError) as error:
                 failure = error
                 break
-        return coalesced(chunks, self._ends_whole) if self.options.coalesce else chunks, failure
+        if len(chunks) > 1 and self.options.coalesce:
+            chunks = coalesced(chunks, self._ends_whole)
+        return chunks, failure
 
     def _check_ids(self, chunk: TokenChunk) -> None:
         ids = chunk.token_ids

@@ -146,21 +146,35 @@ class Router:
         Raises UpstreamBusy when no replica takes more requests, and otherwise what the last replica said.
         """
         course = _Course(request, block_keys(request.prompt_token_ids, self.options.block_size))
+        loop = asyncio.get_running_loop()
         while True:
             index = self._choose(course)
+            replica = self._begin(index, course)
             has_begun = False
             try:
-                async with aclosing(self._stream(index, course)) as chunks:
+                async with aclosing(replica.upstream.generate(course.remaining())) as chunks:
                     async for chunk in chunks:
                         has_begun = True
+                        if replica.breaker.reason is not None:
+                            replica.breaker.succeed()
+                        replica.last_token_s = loop.time()
                         yield chunk
                 return
-            except (UpstreamBusy, UpstreamFailed) as error:
+            except UpstreamFailed as error:
+                replica.num_failures += 1
+                self._fail(index, error)
                 if has_begun:
                     raise
                 course.note(index, error)
-                if not self._usable(course.tried):
-                    await course.pause_or_raise(index)
+            except RequestError as error:
+                replica.breaker.succeed()  # who refuses with a sentence lives
+                if has_begun or not isinstance(error, UpstreamBusy):
+                    raise
+                course.note(index, error)
+            finally:
+                replica.num_running -= 1
+            if not self._usable(course.tried):
+                await course.pause_or_raise(index)
 
     async def stats(self) -> EngineStats:
         """Return the replicas' counters, added up; one that does not answer keeps those it told last.
@@ -209,31 +223,15 @@ class Router:
             return max(known, key=lambda index: (matched[index], -loads[index], -index))
         return min(usable, key=lambda index: (loads[index], self._replicas[index].last_chosen, index))
 
-    async def _stream(self, index: int, course: _Course) -> AsyncGenerator[TokenChunk, None]:
-        """Yield what one replica says, and remember how it went."""
+    def _begin(self, index: int, course: _Course) -> _Replica:
+        """Return a replica that is about to be asked, and count that."""
         replica = self._replicas[index]
         self._num_chosen += 1
         replica.last_chosen = self._num_chosen
         replica.num_running += 1
         replica.num_requests += 1
         self._prefixes.add(course.keys, index)
-        loop = asyncio.get_running_loop()
-        try:
-            async with aclosing(replica.upstream.generate(course.remaining())) as chunks:
-                async for chunk in chunks:
-                    if replica.breaker.reason is not None:
-                        replica.breaker.succeed()
-                    replica.last_token_s = loop.time()
-                    yield chunk
-        except RequestError:
-            replica.breaker.succeed()  # who refuses with a sentence lives
-            raise
-        except UpstreamFailed as error:
-            replica.num_failures += 1
-            self._fail(index, error)
-            raise
-        finally:
-            replica.num_running -= 1
+        return replica
 
     # --- life -----------------------------------------------------------------------------------------
 

@@ -22,17 +22,17 @@ class _Entry(Struct, gc=False):
     rank: int | None = None
 
 
-class _Position(Struct):
+class _Position(Struct, gc=False):
     token_id: int
     logprob: float | None
     top_logprobs: list[_Entry] = []
 
 
-class _Logprobs(Struct):
+class _Logprobs(Struct, gc=False):
     content: list[_Position] | None = None
 
 
-class _Choice(Struct):
+class _Choice(Struct, gc=False):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -57,7 +57,7 @@ class _Metrics(Struct):
     speculative_decoding: _Drafts | None = None
 
 
-class _Event(Struct):
+class _Event(Struct, gc=False):
     choices: list[_Choice]
     usage: _Usage | None = None
     prompt_token_ids: list[int] | None = None

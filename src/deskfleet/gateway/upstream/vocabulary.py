@@ -1,6 +1,6 @@
 """What an upstream needs of a checkpoint: the ids of control tokens, and text for engines that speak no ids.
 
-Owns what is read from config.json and tokenizer.json for this purpose. Knows nothing of conversations.
+Owns what is taken from config.json and tokenizer.json for this purpose. Knows nothing of conversations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from deskfleet.model.config import ModelConfig
+from deskfleet.gateway.token_facts import read_token_facts
 from deskfleet.model.tokenizer import load_tokenizer
 
 TOOL_MARKER = "｜DSML｜"
@@ -25,7 +25,8 @@ SAMPLE = (
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """One checkpoint's vocabulary. `thinking` are the ids of `<think>` and `</think>`, None where there are none.
+    """One checkpoint's vocabulary. `thinking` are the ids of `<think>` and `</think>`, None where there are none;
+    `image_token_id` is None for a model without images.
 
     `control` maps the spelling of every added token to its id.
     """
@@ -34,7 +35,7 @@ class Vocabulary:
     size: int
     bos_token_id: int
     eos_token_id: int
-    image_token_id: int
+    image_token_id: int | None
     thinking: tuple[int, int] | None
     tool_marker_id: int | None
     control: dict[str, int]
@@ -42,7 +43,7 @@ class Vocabulary:
     @classmethod
     def from_checkpoint(cls, directory: Path) -> Vocabulary:
         """Read `directory`. Raises ConfigError for its config.json, CheckpointError for its tokenizer.json."""
-        config = ModelConfig.from_file(directory / "config.json")
+        facts, _ = read_token_facts(directory / "config.json")
         tokenizer = load_tokenizer(directory)
         control = {
             token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -50,10 +51,10 @@ class Vocabulary:
         start, end = control.get("<think>"), control.get("</think>")
         return cls(
             tokenizer=tokenizer,
-            size=config.vocab_size,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            image_token_id=config.image_token_id,
+            size=facts.vocab_size,
+            bos_token_id=facts.bos_token_id,
+            eos_token_id=facts.eos_token_id,
+            image_token_id=facts.image_token_id,
             thinking=None if start is None or end is None else (start, end),
             tool_marker_id=control.get(TOOL_MARKER),
             control=control,

@@ -9,6 +9,7 @@ from typing import Protocol
 from deskfleet.planner.budget import Basis, BudgetLine
 from deskfleet.planner.cluster import Cluster
 from deskfleet.planner.inventory import Inventory
+from deskfleet.planner.sharding import EngramSplit
 from deskfleet.planner.wishes import EngineName, EngramPlacement, KvFormat, ServingLayout
 
 
@@ -77,6 +78,14 @@ class EngineRules(Protocol):
     @property
     def title(self) -> str:
         """Name and version."""
+
+    @property
+    def engram_split(self) -> EngramSplit:
+        """How ranks share out Engram tables."""
+
+    @property
+    def reads_packs(self) -> bool:
+        """Whether rows on disk come from packs; else from the published shards."""
 
     def unserved(self, inventory: Inventory, cluster: Cluster) -> Refusal | None:
         """Why no layout at all can be: another architecture, no kernels for this machine. None when some may."""

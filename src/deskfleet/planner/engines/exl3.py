@@ -18,6 +18,7 @@ class Exl3Rules(VllmRules):
     name: EngineName = "exl3"
     title = "vLLM with ExLlamaV3 kernels"
     weight_formats = frozenset({"exl3"})
+    reads_packs = False
 
     def cut_rules(self, cluster: Cluster) -> CutRules:
         """The fullest rank of an uneven cut counts."""

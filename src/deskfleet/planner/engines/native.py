@@ -26,6 +26,7 @@ from deskfleet.planner.cluster import Cluster
 from deskfleet.planner.engines.contract import BootPrediction, Choices, KvRate, Refusal
 from deskfleet.planner.inventory import Inventory
 from deskfleet.planner.native import native_lines
+from deskfleet.planner.sharding import EngramSplit
 from deskfleet.planner.wishes import EngineName, EngramPlacement, ServingLayout
 
 
@@ -35,6 +36,8 @@ class NativeRules:
     name: ClassVar[EngineName] = "native"
     version: ClassVar[str] = __version__
     title: ClassVar[str] = "deskfleet's own engine (CPU reference)"
+    engram_split: ClassVar[EngramSplit] = "strided"  # model.layout
+    reads_packs: ClassVar[bool] = True
 
     def choices(self, inventory: Inventory, cluster: Cluster, tp_size: int) -> Choices:
         """Experts whole; any divisor of the ranks shares out KV; the chunk shrinks by itself as the prefix grows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import ClassVar
 
 from deskfleet.errors import ConfigError
 from deskfleet.planner.budget import BudgetLine
@@ -19,7 +20,7 @@ from deskfleet.planner.engine_rules import (
 from deskfleet.planner.engines.contract import BootPrediction, KvRate, Refusal
 from deskfleet.planner.engines.stock import RECORD_BYTES, Runtime, StockRules
 from deskfleet.planner.inventory import Inventory
-from deskfleet.planner.sharding import CutRules
+from deskfleet.planner.sharding import CutRules, EngramSplit
 from deskfleet.planner.wishes import EngineName, ServingLayout
 
 INDEXER_BUDGET_BYTES = 2 * GIB
@@ -35,6 +36,8 @@ class SglangRules(StockRules):
     version = "0.5.23"
     title = f"SGLang {version}"
     adapter = "deskfleet-sglang"
+    # engram.py, shard_range: runs of columns where they divide, else ranges of rows.
+    engram_split: ClassVar[EngramSplit] = "runs or rows"
     runtime = Runtime(
         context_bytes=int(0.6 * GIB),
         process_bytes=int(1.5 * GIB),
@@ -55,6 +58,20 @@ class SglangRules(StockRules):
             cuts_drafts=False,
             holds_wo_a_as_bf16=True,
         )
+
+    def _placement_refusal(
+        self, inventory: Inventory, cluster: Cluster, layout: ServingLayout
+    ) -> Refusal | None:
+        """Packs hold columns, and where these do not divide SGLang cuts tables through them."""
+        tables = inventory.engram
+        if tables is not None and layout.engram == "disk" and tables.num_columns % layout.tp_size:
+            return Refusal(
+                "Engram",
+                f"{self.adapter} reads whole columns, and {self.title} cuts through some of the {tables.num_columns} "
+                f"for {layout.tp_size} ranks",
+                f"take a number of ranks that divides {tables.num_columns}, or hold the tables in memory",
+            )
+        return super()._placement_refusal(inventory, cluster, layout)
 
     def kv_rate(self, inventory: Inventory, layout: ServingLayout) -> KvRate:
         """Entries and index keys of all sources, times (layers + 1) / layers when drafts are served."""

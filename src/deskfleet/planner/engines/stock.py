@@ -15,10 +15,18 @@ from deskfleet.planner.cluster import GIB, Cluster
 from deskfleet.planner.collectives import SMALL_BUFFERS, nccl_buffer_bytes, num_connections
 from deskfleet.planner.disk import staging_bytes
 from deskfleet.planner.engines.contract import BootPrediction, Choices, KvRate, Refusal
-from deskfleet.planner.inventory import Inventory
-from deskfleet.planner.sharding import CutRules, engram_bytes, local_heads, padded_width, weight_lines
+from deskfleet.planner.inventory import EngramTables, Inventory
+from deskfleet.planner.sharding import (
+    CutRules,
+    EngramShare,
+    EngramSplit,
+    engram_bytes,
+    engram_share,
+    local_heads,
+    padded_width,
+    weight_lines,
+)
 from deskfleet.planner.wishes import EngineName, EngramPlacement, KvFormat, ServingLayout
-from deskfleet_engram.ownership import ColumnOwnership
 
 LARGEST_CHUNK = 8192
 CHUNK_STEP = 256
@@ -55,6 +63,8 @@ class StockRules(ABC):
     weight_formats: ClassVar[frozenset[str]] = frozenset({"mxfp4", "fp8"})
     dcp_sizes: ClassVar[tuple[int, ...]] = (1,)
     has_bounded_indexer: ClassVar[bool] = False
+    engram_split: ClassVar[EngramSplit]
+    reads_packs: ClassVar[bool] = True
 
     @abstractmethod
     def cut_rules(self, cluster: Cluster) -> CutRules:
@@ -150,7 +160,7 @@ class StockRules(ABC):
         )
         return [
             *weight_lines(inventory, rules, layout),
-            *_engram_lines(inventory, layout, rank),
+            *_engram_lines(inventory, layout, self.engram_split, rank),
             pool,
             self.window_line(inventory, layout),
             *self._runtime_lines(cluster, layout, rank),
@@ -236,8 +246,8 @@ class StockRules(ABC):
                 "host memory is accelerator memory on this machine: moving tables there frees nothing",
                 "read them from disk",
             )
-        if layout.engram == "host" and engram_bytes(inventory, layout.tp_size, 0) > cluster.kind.host_bytes:
-            held = engram_bytes(inventory, layout.tp_size, 0)
+        held = engram_bytes(inventory, self.engram_split, layout.tp_size, 0)
+        if layout.engram == "host" and held > cluster.kind.host_bytes:
             return Refusal(
                 "Engram",
                 f"pinned tables take {held / GIB:.1f} GiB for each rank, and the host has "
@@ -300,25 +310,26 @@ def _draft_refusal(inventory: Inventory, layout: ServingLayout) -> Refusal | Non
     )
 
 
-def _engram_lines(inventory: Inventory, layout: ServingLayout, rank: int) -> list[BudgetLine]:
+def _engram_lines(
+    inventory: Inventory, layout: ServingLayout, split: EngramSplit, rank: int
+) -> list[BudgetLine]:
     tables = inventory.engram
     if tables is None:
         return []
-    columns = ColumnOwnership.split(tables.num_columns, layout.tp_size).columns(rank)
-    held = engram_bytes(inventory, layout.tp_size, rank)
-    share = f"{len(columns)} of {tables.num_columns} columns of {len(tables.rows)} tables x {tables.row_bytes} B a row"
+    share = engram_share(tables, split, layout.tp_size, rank)
     if layout.engram == "device":
-        return [
-            BudgetLine("Engram tables", "engram", held, "persistent", share, "every row may be asked for")
-        ]
-    staging = len(tables.rows) * staging_bytes(layout.chunk_tokens, len(columns), tables.row_bytes)
+        held = share.num_rows * tables.row_bytes
+        text = _engram_text(tables, share)
+        return [BudgetLine("Engram tables", "engram", held, "persistent", text, "every row may be asked for")]
+    staging = len(tables.rows) * staging_bytes(layout.chunk_tokens, share.num_columns, tables.row_bytes)
     lines = [
         BudgetLine(
             "Engram staging",
             "engram",
             staging,
             "persistent",
-            f"{layout.chunk_tokens} tokens x {len(columns)} columns x {tables.row_bytes} B x {len(tables.rows)} tables",
+            f"{layout.chunk_tokens} tokens x {share.num_columns} columns x {tables.row_bytes} B "
+            f"x {len(tables.rows)} tables",
             "rows of one chunk, between the tables and the model",
         )
     ]
@@ -328,6 +339,13 @@ def _engram_lines(inventory: Inventory, layout: ServingLayout, rank: int) -> lis
             BudgetLine("Engram reader", "engram", _READER_BYTES, "persistent", "at most", text, "assumed")
         )
     return lines
+
+
+def _engram_text(tables: EngramTables, share: EngramShare) -> str:
+    if share.is_by_row:
+        return f"{share.num_rows:,} of {sum(tables.rows):,} rows, equal ranges of each table, x {tables.row_bytes} B"
+    columns = f"{share.num_columns} of {tables.num_columns} columns of {len(tables.rows)} tables"
+    return f"{columns} x {tables.row_bytes} B a row"
 
 
 def _activation_lines(inventory: Inventory, rules: CutRules, layout: ServingLayout) -> list[BudgetLine]:

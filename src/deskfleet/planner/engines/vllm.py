@@ -4,6 +4,7 @@ utilisation rule. What a token costs is read off boot logs: the hybrid allocator
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import ClassVar
 
 from deskfleet.planner.budget import BudgetLine
 from deskfleet.planner.cluster import GIB, Cluster
@@ -11,7 +12,7 @@ from deskfleet.planner.engine_rules import admits_utilisation, largest_utilisati
 from deskfleet.planner.engines.contract import BootPrediction, KvRate, Refusal
 from deskfleet.planner.engines.stock import RECORD_BYTES, Runtime, StockRules
 from deskfleet.planner.inventory import Inventory
-from deskfleet.planner.sharding import CutRules
+from deskfleet.planner.sharding import CutRules, EngramSplit
 from deskfleet.planner.wishes import EngineName, ServingLayout
 
 PREFILL_BYTES_AT_1M = int(5.2 * GIB)
@@ -26,6 +27,8 @@ class VllmRules(StockRules):
     title = f"vLLM {version}"
     adapter = "deskfleet-vllm"
     has_bounded_indexer = True
+    # engram.py: rank r looks up columns r * n to (r + 1) * n - 1.
+    engram_split: ClassVar[EngramSplit] = "runs"
     runtime = Runtime(
         context_bytes=int(0.6 * GIB),
         process_bytes=int(1.6 * GIB),

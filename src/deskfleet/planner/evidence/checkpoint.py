@@ -129,7 +129,9 @@ def engram_rows() -> list[Row]:
     tables = tables_of(MODEL)
     columns = "columns of rank 0"
     rows = [
-        rounded(f"M-14 ({n} ranks)", "Engram, FP8", text, "GiB", engram_bytes(fp8, n, 0) / GIB, columns)
+        rounded(
+            f"M-14 ({n} ranks)", "Engram, FP8", text, "GiB", engram_bytes(fp8, "strided", n, 0) / GIB, columns
+        )
         for n, text in {2: "94.42", 3: "62.94", 4: "47.21", 8: "23.60"}.items()
     ]
     rows += [
@@ -144,7 +146,14 @@ def engram_rows() -> list[Row]:
         for n, text in {2: "47.21", 3: "31.47", 4: "23.60", 8: "11.80"}.items()
     ]
     rows += [
-        rounded(f"M-16 ({n} ranks)", "Engram, NVFP4", text, "GiB", engram_bytes(nvfp4, n, 0) / GIB, columns)
+        rounded(
+            f"M-16 ({n} ranks)",
+            "Engram, NVFP4",
+            text,
+            "GiB",
+            engram_bytes(nvfp4, "strided", n, 0) / GIB,
+            columns,
+        )
         for n, text in {2: "51.5", 3: "34.3", 4: "25.75", 8: "12.9"}.items()
     ]
     rows += [

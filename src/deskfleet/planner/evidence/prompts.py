@@ -182,7 +182,7 @@ def time_rows() -> list[Row]:
             "copy of a rank's Engram rows",
             "5.6",
             "min",
-            load_s(engram_bytes(model, 4, 0), ROW_COPY) / 60,
+            load_s(engram_bytes(model, "strided", 4, 0), ROW_COPY) / 60,
             own,
         ),
         measured(

@@ -1,4 +1,4 @@
-"""A checkpoint of a wanted size to measure on: one Engram layer of random rows under the published names.
+"""A checkpoint of a wanted size to measure on: Engram layers of random rows under the published names.
 
 Same columns, n-grams and row format as the published tables, fewer rows per column. Knows nothing of measuring.
 """
@@ -20,21 +20,33 @@ LAYER = 1
 COMPRESSED_VOCAB_SIZE = 99_092
 _HEADS, _MAX_NGRAM, _HEAD_DIM, _PAD_ID = 8, 4, 256, 2
 _PIECE_BYTES = 8 << 20
+_FINITE = 0xBF  # the highest bit of e4m3's exponent, and scales of at most 2^64: no byte is a NaN then
 
 
-def make_checkpoint(directory: Path, pack_bytes: int, seed: int = 0) -> Source:
-    """Write a checkpoint whose pack takes about `pack_bytes`, and return its description. Raises OSError."""
+def make_checkpoint(
+    directory: Path,
+    pack_bytes: int,
+    seed: int = 0,
+    *,
+    layer_ids: tuple[int, ...] = (LAYER,),
+    is_finite: bool = False,
+) -> Source:
+    """Write a checkpoint whose pack takes about `pack_bytes`, a shard per layer, and return its description.
+
+    `is_finite`: no row has a NaN, as published ones have none, so that a NaN can only be a reader's. Raises OSError.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     rows = fp8_rows(_HEAD_DIM)
-    num_columns = (_MAX_NGRAM - 1) * _HEADS
+    num_columns = (_MAX_NGRAM - 1) * _HEADS * len(layer_ids)
     vocab_size = max(1000, pack_bytes // BLOCK_BYTES * rows.rows_per_block // num_columns)
+    unsized = (0,) * len(layer_ids)
     spec = EngramSpec(
-        (LAYER,), (0,), _MAX_NGRAM, vocab_size, _HEADS, _HEAD_DIM, _PAD_ID, COMPRESSED_VOCAB_SIZE
+        layer_ids, unsized, _MAX_NGRAM, vocab_size, _HEADS, _HEAD_DIM, _PAD_ID, COMPRESSED_VOCAB_SIZE
     )
-    (num_rows,) = table_rows(spec)
+    sizes = table_rows(spec)
     config = {
-        "engram_layer_ids": [LAYER],
-        "engram_num_embeddings": [num_rows],
+        "engram_layer_ids": list(layer_ids),
+        "engram_num_embeddings": list(sizes),
         "engram_max_ngram_size": _MAX_NGRAM,
         "engram_vocab_size": vocab_size,
         "engram_n_heads": _HEADS,
@@ -43,25 +55,27 @@ def make_checkpoint(directory: Path, pack_bytes: int, seed: int = 0) -> Source:
         "engram_compressed_vocab_size": COMPRESSED_VOCAB_SIZE,
     }
     (directory / "config.json").write_text(json.dumps({"text_config": config}))
-    prefix, shard = f"layers.{LAYER}.engram.embed.", "model.safetensors"
-    header, end = {}, 0
-    for name, dtype, width in (
-        ("weight", "F8_E4M3", rows.weight_bytes),
-        ("scale", "F8_E8M0", rows.scale_bytes),
-    ):
-        header[prefix + name] = {
-            "dtype": dtype,
-            "shape": [num_rows, width],
-            "data_offsets": [end, end + num_rows * width],
-        }
-        end += num_rows * width
-    _write_shard(directory / shard, json.dumps(header).encode(), end, seed)
-    index = {"weight_map": dict.fromkeys(header, shard)}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    shards = {}
+    for layer, num_rows in zip(layer_ids, sizes, strict=True):
+        prefix, shard = f"layers.{layer}.engram.embed.", f"model-{layer:05d}.safetensors"
+        header, end = {}, 0
+        for name, dtype, width in (
+            ("weight", "F8_E4M3", rows.weight_bytes),
+            ("scale", "F8_E8M0", rows.scale_bytes),
+        ):
+            header[prefix + name] = {
+                "dtype": dtype,
+                "shape": [num_rows, width],
+                "data_offsets": [end, end + num_rows * width],
+            }
+            end += num_rows * width
+        _write_shard(directory / shard, json.dumps(header).encode(), end, seed + layer, is_finite=is_finite)
+        shards.update(dict.fromkeys(header, shard))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     return open_source(directory, repo="deskfleet-engram-bench")
 
 
-def _write_shard(path: Path, header: bytes, data_bytes: int, seed: int) -> None:
+def _write_shard(path: Path, header: bytes, data_bytes: int, seed: int, *, is_finite: bool) -> None:
     """Write header and random bytes, past the page cache. Every piece differs, as deduplicating disks would notice."""
     header += b" " * (-(8 + len(header)) % 8)
     total = 8 + len(header) + data_bytes
@@ -71,6 +85,8 @@ def _write_shard(path: Path, header: bytes, data_bytes: int, seed: int) -> None:
     try:
         for offset in range(0, total, _PIECE_BYTES):
             piece[:] = np.frombuffer(random.bytes(_PIECE_BYTES), dtype=np.uint8)
+            if is_finite:
+                piece &= _FINITE
             if offset == 0:
                 head = len(header).to_bytes(8, "little") + header
                 piece[: len(head)] = np.frombuffer(head, dtype=np.uint8)

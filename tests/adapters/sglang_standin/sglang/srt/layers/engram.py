@@ -104,21 +104,25 @@ class EngramEmbedding(nn.Module):
         self.row_start, end = shard_range(num_embeddings, column_bounds, parallel.tp_rank, self.tp_size)
         self.rows = end - self.row_start
         self.host_table, self._sort_host_reads = None, False
-        shape = (self.rows, dim), (self.rows, dim // BLOCK)
         if envs.SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE.get():
-            split = self.rows * dim
-            layout = envs.SGLANG_DSV41_ENGRAM_HOST_TABLE_LAYOUT.get()
-            name, nbytes = f"sglang_engram_{layer_id}", split + self.rows * (dim // BLOCK)
-            self.host_table = _HostTable(layout, nbytes, name, parallel.tp_group)
-            weight = self.host_table.bytes[:split].view(torch.float8_e4m3fn).view(*shape[0])
-            scale = self.host_table.bytes[split:].view(torch.float8_e8m0fnu).view(*shape[1])
-            self._pointers = (self.host_table.device_ptr, self.host_table.device_ptr + split)
+            self._init_host_table(num_embeddings, dim, layer_id)
         else:
-            weight = torch.empty(*shape[0], dtype=torch.float8_e4m3fn)
-            scale = torch.empty(*shape[1], dtype=torch.float8_e8m0fnu)
+            weight = torch.empty(self.rows, dim, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(self.rows, dim // BLOCK, dtype=torch.float8_e8m0fnu)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            self.scale = nn.Parameter(scale, requires_grad=False)
+        self.weight.weight_loader = self.scale.weight_loader = self._load_rows
+
+    def _init_host_table(self, num_embeddings, dim, layer_id):
+        split = self.rows * dim
+        layout = envs.SGLANG_DSV41_ENGRAM_HOST_TABLE_LAYOUT.get()
+        name, nbytes = f"sglang_engram_{layer_id}", split + self.rows * (dim // BLOCK)
+        self.host_table = _HostTable(layout, nbytes, name, get_parallel().tp_group)
+        weight = self.host_table.bytes[:split].view(torch.float8_e4m3fn).view(self.rows, dim)
+        scale = self.host_table.bytes[split:].view(torch.float8_e8m0fnu).view(self.rows, dim // BLOCK)
+        self._pointers = (self.host_table.device_ptr, self.host_table.device_ptr + split)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
-        self.weight.weight_loader = self.scale.weight_loader = self._load_rows
 
     def _load_rows(self, param, loaded_weight):
         param.data.copy_(loaded_weight[self.row_start : self.row_start + self.rows])

@@ -83,6 +83,14 @@ class EngramLayout:
         self.head_dim, self.primes = head_dim, primes
 
 
+class NgramHashState(nn.Module):
+    """What the real one keeps of a tokenizer."""
+
+    def __init__(self, token_map, pad_id):
+        super().__init__()
+        self.token_map, self.pad_id = torch.tensor(token_map, dtype=torch.int32), pad_id
+
+
 class ParallelEngramEmbedding(nn.Module):
     """A rank's columns of one table."""
 

@@ -1,0 +1,419 @@
+"""Projections for 1 to 384 rows (spec §N.4, §4.2, §4.7). Owns three matrix kernels and how they split K.
+
+    fp8_kernel    FP8 weights, FP8 activations: wq_a over wkv, wq_b with the rotation, wo_b, the indexer's queries
+    wide_kernel   FP8 weights, bf16 activations: wo_a, whose input the reference does not quantise
+    bf16_kernel   bf16 weights and activations, float32 out: router, compressor, index weights
+
+Matrices that share an input are stacked by row and take one launch. Every kernel may split K: the last program to
+finish a tile adds the parts in order, so that a result does not depend on which was last.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deskfleet.engine.cuda.packing import TILE_ROWS, Fp8Tiles
+from deskfleet.engine.cuda.tiles import (
+    accumulate,
+    fp8_codes,
+    fp8_scale,
+    scale_of,
+    sum_of_splits,
+    to_bf16,
+)
+
+BF16_TILE_ROWS = 64
+BF16_BLOCK_COLUMNS = 64
+NUM_PROCESSORS = 132
+
+_SELECT = "lop3.b32 sign, sign, value, 0x80008000, 0xe4; and.b32 sign, sign, 0x87f087f0;"
+_SCALE = "mov.b32 value, 0x7b807b80; mul.rn.bf16x2 $0, sign, value;"
+LOW_CODES = f"{{ .reg .b32 sign, value; shl.b32 sign, $1, 8; shl.b32 value, $1, 4; {_SELECT} {_SCALE} }}"
+HIGH_CODES = f"{{ .reg .b32 sign, value; mov.b32 sign, $1; shr.b32 value, $1, 4; {_SELECT} {_SCALE} }}"
+"""E4M3 codes in the low or high bytes of two words as bf16: their bits in place are the value times 2**-120, and the
+product with 2**120 is exact."""
+
+_LOW = tl.constexpr(LOW_CODES)
+_HIGH = tl.constexpr(HIGH_CODES)
+
+
+@triton.jit
+def widened(words, HIGH: tl.constexpr, BIT_OPS: tl.constexpr):
+    """int16 words of two E4M3 codes -> values of one, bf16 (float32 in the interpreter: it multiplies no bf16)."""
+    if BIT_OPS:
+        wide = words.to(tl.int32)
+        if HIGH:
+            wide = wide >> 8
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    elif HIGH:
+        return tl.inline_asm_elementwise(_HIGH, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(_LOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def rotated(value, cos, sin, tile, rows, live, PERIOD: tl.constexpr, BM: tl.constexpr, BIT_OPS: tl.constexpr):
+    """value float32 [128, BM], already rounded to bf16: its last 64 rows rotated by adjacent pairs (spec §N.7).
+
+    Every PERIOD-th tile ends a head; the others pass. cos, sin float32 [T, 32].
+    """
+    even, odd = tl.split(tl.permute(tl.reshape(value, (64, 2, BM)), (0, 2, 1)))
+    pair = tl.arange(0, 64) - 32
+    turns = (pair >= 0)[:, None] & live[None, :] & (tile % PERIOD == PERIOD - 1)
+    at = rows[None, :] * 32 + pair[:, None]
+    c = tl.load(cos + at, mask=turns, other=1.0)
+    s = tl.load(sin + at, mask=turns, other=0.0)
+    both = tl.join(even * c - odd * s, even * s + odd * c)  # (64, BM, 2)
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (128, BM))
+
+
+@triton.jit
+def store_tile(
+    acc,
+    out,
+    out_scales,
+    cos,
+    sin,
+    tile,
+    rows,
+    live,
+    N: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    PERIOD: tl.constexpr,
+    BM: tl.constexpr,
+    BIT_OPS: tl.constexpr,
+):
+    """acc float32 [128, BM] into rows of out [T, N] as bf16, as bf16 rotated, as float32 or as FP8 with scales."""
+    column = tile * 128 + tl.arange(0, 128)
+    at = out + rows[None, :] * N + column[:, None]
+    mask = live[None, :] & (column < N)[:, None]
+    if OUTPUT == "float32":
+        tl.store(at, acc, mask=mask)
+    elif OUTPUT == "fp8":
+        value = tl.reshape(to_bf16(acc, BIT_OPS).to(tl.float32), (4, 32, BM))
+        bits = fp8_scale(tl.max(tl.abs(value), 1))  # (4, BM)
+        tl.store(at, tl.reshape(fp8_codes(value, bits[:, None, :], BIT_OPS), (128, BM)), mask=mask)
+        group = tile * 4 + tl.arange(0, 4)
+        scale_at = out_scales + rows[None, :] * (4 * ((N + 127) // 128)) + group[:, None]
+        tl.store(scale_at, (bits >> 23).to(tl.uint8), mask=live[None, :] & (group * 32 < N)[:, None])
+    else:
+        value = to_bf16(acc, BIT_OPS)
+        if PERIOD > 0:
+            turned = rotated(value.to(tl.float32), cos, sin, tile, rows, live, PERIOD, BM, BIT_OPS)
+            value = to_bf16(turned, BIT_OPS)
+        tl.store(at, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def fp8_kernel(
+    x,  # float8e4nv [T, K]
+    x_scales,  # int32 [T, ceil(K/128)]
+    codes,  # Fp8Tiles of [N, K]
+    scales,
+    out,  # bf16 or float8e4nv [T, N]
+    out_scales,  # uint8 [T, 4 * ceil(N/128)], of an FP8 output
+    cos,  # float32 [T, 32], where PERIOD > 0
+    sin,
+    partials,  # float32 [SPLITS, row blocks * tiles, 128 * BM]
+    counters,  # int32 [row blocks * tiles]: zero before and after
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    PERIOD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BIT_OPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program: 128 outputs of BM rows over one of SPLITS parts of K (oracle: reference.quantized_linear)."""
+    NUM_BLOCKS: tl.constexpr = (K + 127) // 128
+    PER_SPLIT: tl.constexpr = (NUM_BLOCKS + SPLITS - 1) // SPLITS
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    live = rows < num_rows
+    begin = split * PER_SPLIT
+    acc = accumulate(
+        tl.zeros((128, BM), tl.float32), codes, scales, x, x_scales, tile, rows, live, begin,
+        tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, False, 128, BIT_OPS, STAGES,
+    )  # fmt: skip
+    if SPLITS > 1:
+        NUM_TILES: tl.constexpr = (N + 127) // 128
+        number = tl.program_id(1) * NUM_TILES + tile
+        offsets = tl.arange(0, 128)[:, None] * BM + tl.arange(0, BM)[None, :]
+        place = (split, tl.num_programs(1) * NUM_TILES, number)
+        acc, is_last = sum_of_splits(acc, partials, place, counters + number, SPLITS, 128 * BM, offsets)
+        if not is_last:
+            return
+    store_tile(acc, out, out_scales, cos, sin, tile, rows, live, N, OUTPUT, PERIOD, BM, BIT_OPS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def wide_kernel(
+    x,  # bf16 [T, G * K]
+    codes,  # paired Fp8Tiles of [G * N, K]
+    scales,
+    out,  # float8e4nv [T, G * N]
+    out_scales,  # uint8 [T, 4 * ceil(G * N/128)]
+    partials,
+    counters,
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BIT_OPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One linear per group (oracle: reference.grouped_linear); N a multiple of 128, K of 128."""
+    NUM_BLOCKS: tl.constexpr = K // 128
+    NUM_TILES: tl.constexpr = GROUPS * N // 128
+    PER_SPLIT: tl.constexpr = (NUM_BLOCKS + SPLITS - 1) // SPLITS
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    member = tl.arange(0, BM)
+    rows = tl.program_id(1) * BM + member
+    live = rows < num_rows
+    begin = split * PER_SPLIT
+    row = tl.arange(0, 128)
+    column = tl.arange(0, 32)
+    group = tile * 128 // N
+    x_at = x + rows[None, :] * (GROUPS * K) + group * K + begin * 128 + column[:, None]
+    code_at = codes + (tile * (K // 64) + begin * 2) * 4096 + row[:, None] * 32 + column[None, :]
+    scale_at = scales + (tile * 128 + row) // 32 * NUM_BLOCKS + begin
+    acc = tl.zeros((128, BM), tl.float32)
+    for _ in tl.range(begin, tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), num_stages=STAGES):
+        words = tl.load(scale_at)
+        for part in tl.static_range(4):
+            if part % 2 == 0:
+                pairs = tl.load(code_at + part // 2 * 4096)
+            weights = widened(pairs, part % 2 == 1, BIT_OPS)
+            x_part = tl.load(x_at + part * 32, mask=live[None, :], other=0.0)
+            if BIT_OPS:
+                x_part = x_part.to(tl.float32)
+            acc += tl.dot(weights, x_part) * scale_of(words, part)[:, None]
+        code_at += 2 * 4096
+        scale_at += 1
+        x_at += 128
+    if SPLITS > 1:
+        number = tl.program_id(1) * NUM_TILES + tile
+        offsets = row[:, None] * BM + member[None, :]
+        place = (split, tl.num_programs(1) * NUM_TILES, number)
+        acc, is_last = sum_of_splits(acc, partials, place, counters + number, SPLITS, 128 * BM, offsets)
+        if not is_last:
+            return
+    store_tile(acc, out, out_scales, out, out, tile, rows, live, GROUPS * N, OUTPUT, 0, BM, BIT_OPS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def bf16_kernel(
+    x,  # bf16 [T, K]
+    weight,  # bf16 [N/64, K/64, 64, 64]
+    out,  # float32 [T, N]
+    partials,  # float32 [SPLITS, row blocks * tiles, 64 * BM]
+    counters,
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BIT_OPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """64 outputs of BM rows over a part of K (oracle: reference.linear_f32)."""
+    NUM_BLOCKS: tl.constexpr = K // 64
+    NUM_TILES: tl.constexpr = (N + 63) // 64
+    PER_SPLIT: tl.constexpr = (NUM_BLOCKS + SPLITS - 1) // SPLITS
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    member = tl.arange(0, BM)
+    rows = tl.program_id(1) * BM + member
+    live = rows < num_rows
+    begin = split * PER_SPLIT
+    row = tl.arange(0, 64)
+    x_at = x + rows[None, :] * K + begin * 64 + row[:, None]
+    weight_at = weight + (tile * NUM_BLOCKS + begin) * 4096 + row[:, None] * 64 + row[None, :]
+    acc = tl.zeros((64, BM), tl.float32)
+    for _ in tl.range(begin, tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), num_stages=STAGES):
+        weights = tl.load(weight_at)
+        x_part = tl.load(x_at, mask=live[None, :], other=0.0)
+        if BIT_OPS:
+            acc += tl.dot(weights.to(tl.float32), x_part.to(tl.float32))
+        else:
+            acc = tl.dot(weights, x_part, acc)
+        weight_at += 4096
+        x_at += 64
+    if SPLITS > 1:
+        number = tl.program_id(1) * NUM_TILES + tile
+        offsets = row[:, None] * BM + member[None, :]
+        place = (split, tl.num_programs(1) * NUM_TILES, number)
+        acc, is_last = sum_of_splits(acc, partials, place, counters + number, SPLITS, 64 * BM, offsets)
+        if not is_last:
+            return
+    column = tile * 64 + row
+    tl.store(out + rows[None, :] * N + column[:, None], acc, mask=live[None, :] & (column < N)[:, None])
+
+
+def block_rows(num_rows: int) -> int:
+    """Rows of activations that one program takes. 64 would read the weights of 64 rows once, but accumulators of so
+    many leave no registers (10 spilled, one program a processor), and a second reading comes from the L2."""
+    return 16 if num_rows <= 16 else 32
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that the blocks of `block_rows` cover."""
+    return -(-num_rows // block_rows(num_rows)) * block_rows(num_rows)
+
+
+def num_splits(num_tiles: int, num_blocks: int, per_processor: int = 2) -> int:
+    """Parts of K that give each of 132 processors about `per_processor` programs, with two blocks of columns or more
+    in each; [not measured yet]."""
+    splits = 1
+    while num_tiles * splits < per_processor * NUM_PROCESSORS and num_blocks // (2 * splits) >= 2:
+        splits *= 2
+    return splits
+
+
+class SplitBuffers:
+    """Workspace of split sums, shared by every matrix kernel of a step: they run one after another."""
+
+    def __init__(self, num_floats: int, num_places: int, device: torch.device | str) -> None:
+        self.partials = torch.zeros(num_floats, device=device)
+        self.counters = torch.zeros(num_places, dtype=torch.int32, device=device)
+
+
+def fp8_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Fp8Tiles,
+    out: Tensor,
+    work: SplitBuffers,
+    *,
+    splits: int,
+    bit_ops: bool,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_period: int = 0,
+    out_scales: Tensor | None = None,
+    stages: int = 3,
+) -> None:
+    """x FP8 [T, K] times weight [N, K] into out [T, N]: bf16, bf16 with rotated heads, or FP8 when `out_scales`."""
+    num_rows = len(x)
+    tiles = -(-weight.num_rows // TILE_ROWS)
+    cos, sin = rope if rope is not None else (work.partials, work.partials)
+    fp8_kernel[(tiles * splits, triton.cdiv(num_rows, block_rows(num_rows)))](
+        x,
+        x_scales,
+        weight.codes,
+        weight.scales,
+        out,
+        out if out_scales is None else out_scales.view(torch.uint8),
+        cos,
+        sin,
+        work.partials,
+        work.counters,
+        num_rows,
+        K=weight.num_columns,
+        N=weight.num_rows,
+        OUTPUT="bf16" if out_scales is None else "fp8",
+        PERIOD=rope_period,
+        SPLITS=splits,
+        BM=block_rows(len(x)),
+        BIT_OPS=bit_ops,
+        STAGES=stages,
+        num_warps=4,
+    )
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Fp8Tiles,
+    out: Tensor,
+    out_scales: Tensor,
+    work: SplitBuffers,
+    *,
+    groups: int,
+    splits: int,
+    bit_ops: bool,
+    stages: int = 3,
+) -> None:
+    """x bf16 [T, G·K], paired weight [G·N, K] -> out FP8 [T, G·N] with scale bytes: what wo_b takes."""
+    tiles = weight.num_rows // TILE_ROWS
+    wide_kernel[(tiles * splits, triton.cdiv(len(x), block_rows(len(x))))](
+        x,
+        weight.codes,
+        weight.scales,
+        out,
+        out_scales.view(torch.uint8),
+        work.partials,
+        work.counters,
+        len(x),
+        K=weight.num_columns,
+        N=weight.num_rows // groups,
+        GROUPS=groups,
+        OUTPUT="fp8",
+        SPLITS=splits,
+        BM=block_rows(len(x)),
+        BIT_OPS=bit_ops,
+        STAGES=stages,
+        num_warps=4,
+    )
+
+
+def bf16_linear(
+    x: Tensor, weight: Tensor, out: Tensor, work: SplitBuffers, *, splits: int, bit_ops: bool, stages: int = 4
+) -> None:
+    """x bf16 [T, K], weight of `pack_bf16` -> out float32 [T, N]."""
+    tiles, blocks = weight.shape[:2]
+    bf16_kernel[(tiles * splits, triton.cdiv(len(x), block_rows(len(x))))](
+        x,
+        weight,
+        out,
+        work.partials,
+        work.counters,
+        len(x),
+        K=blocks * BF16_BLOCK_COLUMNS,
+        N=out.shape[1],
+        SPLITS=splits,
+        BM=block_rows(len(x)),
+        BIT_OPS=bit_ops,
+        STAGES=stages,
+        num_warps=4,
+    )
+
+
+def pack_bf16(weight: Tensor) -> Tensor:
+    """bf16 [N, K] -> [ceil(N/64), K/64, 64, 64], missing rows zero; K a multiple of 64."""
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % BF16_TILE_ROWS))
+    tiled = padded.view(-1, BF16_TILE_ROWS, weight.shape[1] // BF16_BLOCK_COLUMNS, BF16_BLOCK_COLUMNS)
+    return tiled.transpose(1, 2).contiguous()
+
+
+def unpack_bf16(tiles: Tensor) -> Tensor:
+    """bf16 [N, K], missing rows and all."""
+    return tiles.transpose(1, 2).reshape(tiles.shape[0] * BF16_TILE_ROWS, -1)
+
+
+__all__ = [
+    "SplitBuffers",
+    "bf16_kernel",
+    "bf16_linear",
+    "block_rows",
+    "fp8_kernel",
+    "fp8_linear",
+    "grouped_linear",
+    "num_splits",
+    "pack_bf16",
+    "padded_rows",
+    "rotated",
+    "store_tile",
+    "unpack_bf16",
+    "wide_kernel",
+    "widened",
+]

@@ -1,0 +1,454 @@
+"""One decode step of one rank, from token ids to logits, without the host (spec §5.3).
+
+Owns the static buffers of one batch size and the order of launches; every launch has the same shape whatever the data,
+so the whole can be captured as one graph. Sums over ranks are left out: what this rank computes stands for the sum,
+which costs what a rank of that size costs without its communication. Knows nothing of requests; positions, slots and
+block tables are tensors that whoever drives the step fills in between.
+
+Not here yet: images, drafts, real sums over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deskfleet.engine.cuda import attention, compress, engram, experts, hyper, indexer, linear, routing
+from deskfleet.engine.cuda.packing import Fp8Tiles
+from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights, RankShape
+from deskfleet.engine.ops.rope import RopeTable
+from deskfleet.model.config import ModelConfig
+from deskfleet.model.layers import LayerPlan
+
+Watch = Callable[[str], None]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rope_kernel(
+    positions,  # int32 [T]
+    local,  # float32 [32]: frequencies
+    yarn,
+    tables,  # float32 [3, 2, T, 32] out: local, yarn, yarn of an even position; cos and sin
+    num_rows,
+):
+    """One program a row (oracle: RopeTable.rows)."""
+    row = tl.program_id(0)
+    pair = tl.arange(0, 32)
+    position = tl.load(positions + row)
+    size = num_rows * 32
+    out = tables + row * 32 + pair
+    angle = position.to(tl.float32) * tl.load(local + pair)
+    tl.store(out, tl.cos(angle))
+    tl.store(out + size, tl.sin(angle))
+    frequency = tl.load(yarn + pair)
+    angle = position.to(tl.float32) * frequency
+    tl.store(out + 2 * size, tl.cos(angle))
+    tl.store(out + 3 * size, tl.sin(angle))
+    angle = (position - position % 2).to(tl.float32) * frequency
+    tl.store(out + 4 * size, tl.cos(angle))
+    tl.store(out + 5 * size, tl.sin(angle))
+
+
+@dataclass(slots=True)
+class Pages:
+    """What earlier steps left: pages of records and the tables that name their blocks. Block 0 is nobody's."""
+
+    windows: list[Tensor]  # per layer uint8 [rows, 528]
+    entries: dict[int, Tensor]  # per KV source uint8 [rows, 288]
+    index_keys: dict[int, Tensor]  # uint8 [rows, 68]
+    open_rows: dict[int, Tensor]  # float32 [S * num_open, 1024]
+    window_table: Tensor  # int32 [S, B]
+    entry_table: Tensor  # int32 [S, B]
+    block_size: int
+    num_open: int
+
+
+class DecodeStep:
+    """Buffers and launches for `num_rows` rows. `ids` and `positions` are read at the start of every run."""
+
+    def __init__(
+        self,
+        shape: RankShape,
+        layers: list[LayerWeights],
+        embedding: Tensor,
+        head: Tensor,
+        norm: Tensor,
+        pages: Pages,
+        *,
+        num_rows: int,
+        device: torch.device | str,
+        bit_ops: bool,
+    ) -> None:
+        c = shape.config
+        width = c.hidden_size
+        self.shape, self.config, self.layers, self.pages = shape, c, layers, pages
+        self.embedding, self.head, self.norm = embedding, head, norm
+        self.num_rows, self.bit_ops = num_rows, bit_ops
+        self.device = torch.device(device)
+
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        def bf16(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.bfloat16, device=device)
+
+        def codes(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+
+        self.ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.positions, self.slots = ints(num_rows), ints(num_rows)
+        self.frequencies = [table.frequencies.to(device) for table in rope_tables(c)]
+        self.rope = torch.zeros(3, 2, num_rows, 32, device=device)
+        self.streams = hyper.StreamBuffers(width, num_rows, device)
+        expert_shape = experts.ExpertShape(
+            width, shape.expert_width, c.n_routed_experts, c.num_experts_per_tok
+        )
+        self.experts = experts.ExpertBuffers(expert_shape, num_rows, device)
+        self.shared = experts.SharedBuffers(width, shape.expert_width, num_rows, device)
+        self.attention = {
+            count: attention.AttentionBuffers(num_rows, count, device) for count in (0, c.index_topk)
+        }
+        padded = linear.padded_rows(num_rows)
+        self.work = linear.SplitBuffers(_most_partials(shape, padded), 64 * padded, device)
+        self.qkv = bf16(num_rows, c.q_lora_rank + c.head_dim)
+        self.low_rank, self.low_rank_scales = (
+            codes(num_rows, c.q_lora_rank),
+            ints(num_rows, c.q_lora_rank // 128),
+        )
+        self.query = bf16(num_rows, shape.heads * c.head_dim)
+        grouped = shape.groups * c.o_lora_rank
+        self.grouped, self.grouped_scales = codes(num_rows, grouped), ints(num_rows, grouped // 128)
+        self.attended = bf16(num_rows, width)
+        self.logits = torch.zeros(num_rows, c.n_routed_experts, device=device)
+        self.chosen = ints(num_rows, c.num_experts_per_tok)
+        self.route_weights = torch.zeros(num_rows, c.num_experts_per_tok, device=device)
+        most_extra = max((layer.num_extra for layer in layers), default=0)
+        self.extra = torch.zeros(num_rows * max(most_extra, 1), device=device)
+        self.latents, self.keys = (
+            bf16(num_rows, c.head_dim),
+            torch.zeros(num_rows, c.index_head_dim, device=device),
+        )
+        self.index_query = bf16(num_rows, c.index_n_heads * c.index_head_dim)
+        self.picks = {layer: ints(num_rows, c.index_topk) for layer in c.index_source_layer_ids}
+        most = pages.entry_table.shape[1] * pages.block_size
+        self.scores = bf16(num_rows, most)
+        self.candidates = indexer.Candidates(
+            num_rows, most, c.candidate_block_size, c.candidate_topk_blocks, device
+        )
+        self.taps = bf16(num_rows, max(len(c.dspark_target_layer_ids), 1) * width)
+        self.vocabulary_logits = torch.zeros(num_rows, shape.vocabulary, device=device)
+        self.sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.alive = torch.ones(num_rows, dtype=torch.int32, device=device)
+        pinned = self.device.type == "cuda"
+        scale_bytes = 4 * -(-c.engram_width // 128)  # a whole number of scale words
+        self.host_rows = {
+            layer: (
+                torch.zeros(num_rows, c.engram_width, dtype=torch.uint8, pin_memory=pinned),
+                torch.zeros(num_rows, scale_bytes, dtype=torch.uint8, pin_memory=pinned),
+            )
+            for layer in c.engram_layer_ids
+        }
+        self.engram_rows = {
+            layer: (codes(num_rows, c.engram_width), ints(num_rows, scale_bytes // 4))
+            for layer in c.engram_layer_ids
+        }
+        self.engram_projected = bf16(num_rows, (c.hc_mult + 1) * width)
+        self._side = torch.cuda.Stream() if pinned else None
+
+    def run(self, watch: Watch | None = None) -> None:
+        """Launch the step. `watch` is told the name of each stage after its launches; it may look at the buffers."""
+        seen = watch or (lambda name: None)
+        c, b, work, bit_ops = self.config, self.streams, self.work, self.bit_ops
+        self._begin()
+        seen("embed")
+        pending: Tensor | None = None  # the experts' outputs, not yet in the stream
+        for layer in self.layers:
+            plan = layer.plan
+            shared = None if pending is None else self.shared.outputs
+            taps = self._taps(plan)
+            if plan.has_engram:
+                hyper.mix(
+                    b, None, output=pending, shared=shared, parts=c.num_experts_per_tok, bit_ops=bit_ops
+                )
+                self._engram(layer)
+                seen(f"{plan.index}.engram")
+                pending = shared = None
+            parts = c.num_experts_per_tok if pending is not None else 1
+            hyper.mix(
+                b,
+                layer.attention.weight,
+                output=pending,
+                shared=shared,
+                parts=parts,
+                taps=taps,
+                bit_ops=bit_ops,
+            )
+            self._finish(layer.attention)
+            seen(f"{plan.index}.attention_in")
+            self._attention(layer, seen)
+            hyper.mix(b, layer.ffn.weight, output=self.attended, bit_ops=bit_ops)
+            self._finish(layer.ffn)
+            seen(f"{plan.index}.ffn_in")
+            self._experts(layer, seen)
+            pending = self.experts.outputs
+        last = self.layers[-1].ffn
+        hyper.mix(
+            b,
+            last.weight,
+            output=pending,
+            shared=self.shared.outputs,
+            parts=c.num_experts_per_tok,
+            bit_ops=bit_ops,
+        )
+        self._finish(MixWeights(last.weight, last.scale, last.base, self.norm))
+        linear.bf16_linear(
+            b.x, self.head, self.vocabulary_logits, work,
+            splits=linear.num_splits(len(self.head), c.hidden_size // 64, 1), bit_ops=bit_ops,
+        )  # fmt: skip
+        torch.argmax(self.vocabulary_logits, 1, out=self.sampled)
+        seen("head")
+
+    def _begin(self) -> None:
+        b = self.streams
+        for layer, rows in self.host_rows.items():
+            for target, source in zip(self.engram_rows[layer], rows, strict=True):
+                target.view(torch.uint8).copy_(source, non_blocking=True)
+        rope_kernel[(self.num_rows,)](
+            self.positions, *self.frequencies, self.rope, self.num_rows, num_warps=1
+        )
+        b.stream.copy_(self.embedding.index_select(0, self.ids)[:, None].expand_as(b.stream))
+        b.pre.zero_()
+        b.pre[:, 0].fill_(1.0)
+
+    def _taps(self, plan: LayerPlan) -> Tensor | None:
+        if not plan.is_tap:
+            return None
+        number = self.config.dspark_target_layer_ids.index(plan.index)
+        width = self.config.hidden_size
+        return self.taps[:, number * width : (number + 1) * width]
+
+    def _finish(self, weights: MixWeights) -> None:
+        c = self.config
+        hyper.finish(
+            self.streams, weights.norm, weights.scale, weights.base, iterations=c.hc_sinkhorn_iters,
+            norm_eps=c.rms_norm_eps, eps=c.hc_eps, bit_ops=self.bit_ops,
+        )  # fmt: skip
+
+    def _rope(self, plan: LayerPlan) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rope[1 if plan.uses_yarn else 0]
+        return cos, sin
+
+    def _fp8(
+        self, x: Tensor, scales: Tensor, weight: Fp8Tiles, out: Tensor, plan: LayerPlan, period: int = 0
+    ) -> None:
+        tiles, blocks = -(-weight.num_rows // 128), -(-weight.num_columns // 128)
+        linear.fp8_linear(
+            x, scales, weight, out, self.work, splits=linear.num_splits(tiles, blocks),
+            rope=self._rope(plan), rope_period=period, bit_ops=self.bit_ops,
+        )  # fmt: skip
+
+    def _engram(self, layer: LayerWeights) -> None:
+        assert layer.engram_wkv is not None
+        assert layer.engram_weight is not None
+        codes, scales = self.engram_rows[layer.plan.index]
+        self._fp8(codes, scales, layer.engram_wkv, self.engram_projected, layer.plan)
+        engram.gate(
+            self.streams.stream, self.engram_projected, layer.engram_weight, self.alive,
+            eps=self.config.rms_norm_eps, bit_ops=self.bit_ops,
+        )  # fmt: skip
+
+    def _attention(self, layer: LayerWeights, seen: Watch) -> None:
+        c, b, pages, plan = self.config, self.streams, self.pages, layer.plan
+        where = (self.slots, self.positions)
+        rope, eps, bit_ops = self._rope(plan), c.rms_norm_eps, self.bit_ops
+        self._fp8(b.codes, b.scales, layer.qkv, self.qkv, plan)
+        seen(f"{plan.index}.qkv")
+        attention.write_latents(
+            self.qkv, layer.q_norm, layer.kv_norm, rope, self.low_rank, self.low_rank_scales,
+            pages.windows[plan.index], (*where, pages.window_table),
+            block_size=pages.block_size, eps=eps, bit_ops=bit_ops,
+        )  # fmt: skip
+        seen(f"{plan.index}.latents")
+        extra = self.extra[: self.num_rows * layer.num_extra].view(self.num_rows, -1)
+        if layer.extra is not None:
+            splits = linear.num_splits(len(layer.extra), c.hidden_size // 64)
+            linear.bf16_linear(b.x, layer.extra, extra, self.work, splits=splits, bit_ops=bit_ops)
+        if plan.is_kv_source:
+            self._compress(layer, extra)
+            seen(f"{plan.index}.entries")
+        self._fp8(self.low_rank, self.low_rank_scales, layer.wq_b, self.query, plan, c.head_dim // 128)
+        seen(f"{plan.index}.query")
+        if plan.is_index_source:
+            self._pick(layer, extra[:, layer.num_extra - c.index_n_heads :])
+            seen(f"{plan.index}.picks")
+        buffers = self.attention[0 if plan.kv_source is None else c.index_topk]
+        source, picks = pages.windows[plan.index], self.slots
+        if plan.kv_source is not None and plan.index_source is not None:
+            source, picks = pages.entries[plan.kv_source], self.picks[plan.index_source]
+        attention.attend(
+            self.query, pages.windows[plan.index], source, picks,
+            (*where, pages.window_table, pages.entry_table), layer.sink, rope, buffers,
+            block_size=pages.block_size, ratio=plan.compress_ratio, bit_ops=bit_ops,
+        )  # fmt: skip
+        seen(f"{plan.index}.core")
+        grouped = layer.wo_a.num_columns // 128
+        linear.grouped_linear(
+            buffers.out, layer.wo_a, self.grouped, self.grouped_scales, self.work, groups=self.shape.groups,
+            splits=linear.num_splits(layer.wo_a.num_rows // 128, grouped), bit_ops=bit_ops,
+        )  # fmt: skip
+        self._fp8(self.grouped, self.grouped_scales, layer.wo_b, self.attended, plan)
+        seen(f"{plan.index}.attention_out")
+
+    def _compress(self, layer: LayerWeights, extra: Tensor) -> None:
+        c, pages, plan = self.config, self.pages, layer.plan
+        assert layer.entry_norm is not None
+        assert layer.wk is not None
+        assert layer.key_norm is not None
+        ratio, source = plan.compress_ratio, plan.index
+        cos, sin = self.rope[1 if ratio == 1 else 2]
+        where = (self.slots, self.positions, pages.entry_table)
+        compress.pool(
+            extra, pages.open_rows[source] if ratio > 1 else extra, layer.entry_norm, (cos, sin), where,
+            pages.entries[source], self.latents, ratio=ratio, num_open=pages.num_open,
+            block_size=pages.block_size, eps=c.rms_norm_eps, bit_ops=self.bit_ops,
+        )  # fmt: skip
+        linear.bf16_linear(self.latents, layer.wk, self.keys, self.work, splits=1, bit_ops=self.bit_ops)
+        compress.write_keys(
+            self.keys, layer.key_norm, (cos, sin), where, pages.index_keys[source], ratio=ratio,
+            block_size=pages.block_size, eps=c.rms_norm_eps, bit_ops=self.bit_ops,
+        )  # fmt: skip
+
+    def _pick(self, layer: LayerWeights, weights: Tensor) -> None:
+        c, pages, plan = self.config, self.pages, layer.plan
+        assert layer.index_wq_b is not None
+        assert plan.kv_source is not None
+        self._fp8(self.low_rank, self.low_rank_scales, layer.index_wq_b, self.index_query, plan, 1)
+        indexer.score(
+            self.index_query, weights, pages.index_keys[plan.kv_source],
+            (self.slots, self.positions, pages.entry_table), self.scores, num_picks=c.index_topk,
+            weight_scale=c.index_head_dim**-0.5 * c.index_n_heads**-0.5, ratio=plan.compress_ratio,
+            block_size=pages.block_size, bit_ops=self.bit_ops,
+            among=self.candidates if plan.uses_candidates else None,
+        )  # fmt: skip
+        if plan.is_candidate_source:
+            indexer.narrow(self.scores, self.positions, self.candidates, ratio=plan.compress_ratio)
+        indexer.select(self.scores, self.positions, self.picks[plan.index], ratio=plan.compress_ratio)
+
+    def _experts(self, layer: LayerWeights, seen: Watch) -> None:
+        c, b, e, bit_ops = self.config, self.streams, self.experts, self.bit_ops
+        # The shared expert has buffers of its own and runs beside the routing.
+        with self._beside():
+            experts.shared_up(
+                b.codes, b.scales, layer.shared_w13, self.shared, c.swiglu_limit, bit_ops=bit_ops
+            )
+            experts.shared_down(layer.shared_w2, self.shared, bit_ops=bit_ops)
+        splits = linear.num_splits(len(layer.router), c.hidden_size // 64)
+        linear.bf16_linear(b.x, layer.router, self.logits, self.work, splits=splits, bit_ops=bit_ops)
+        routing.choose(
+            self.logits,
+            layer.bias,
+            self.chosen,
+            self.route_weights,
+            e.num_items,
+            scaling=c.routed_scaling_factor,
+        )
+        experts.list_items(self.chosen, e)
+        seen(f"{layer.plan.index}.route")
+        experts.routed_up(
+            b.codes, b.scales, layer.w13, self.route_weights, e, c.swiglu_limit, bit_ops=bit_ops
+        )
+        experts.routed_down(layer.w2, e, bit_ops=bit_ops)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        seen(f"{layer.plan.index}.experts")
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """The side stream, after all that was launched; no other one without a GPU."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+
+def rope_tables(config: ModelConfig) -> tuple[RopeTable, RopeTable]:
+    """The local and the yarn table (spec §N.7)."""
+    scaling = config.rope_scaling
+    yarn = RopeTable.yarn(
+        config.qk_rope_head_dim,
+        config.compress_rope_theta,
+        factor=scaling.factor,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        original_max_position=scaling.original_max_position_embeddings,
+    )
+    return RopeTable.local(config.qk_rope_head_dim, config.rope_theta), yarn
+
+
+def _most_partials(shape: RankShape, padded: int) -> int:
+    """Floats of the largest split sum of the projections of a step."""
+    c = shape.config
+    sizes = [
+        (c.q_lora_rank + c.head_dim, c.hidden_size, 128),
+        (shape.heads * c.head_dim, c.q_lora_rank, 128),
+        (shape.groups * c.o_lora_rank, shape.heads // shape.groups * c.head_dim, 128),
+        (c.hidden_size, shape.groups * c.o_lora_rank, 128),
+        (c.index_n_heads * c.index_head_dim, c.q_lora_rank, 128),
+        ((c.hc_mult + 1) * c.hidden_size, c.engram_width, 128),
+        (2 * c.head_dim + c.index_n_heads, c.hidden_size, 64),
+        (c.n_routed_experts, c.hidden_size, 64),
+        (shape.vocabulary, c.hidden_size, 64),
+    ]
+    most = 0
+    for rows, columns, tile in sizes:
+        tiles = -(-rows // tile)
+        splits = linear.num_splits(tiles, -(-columns // tile))
+        most = max(most, splits * tiles * tile * padded)
+    return most
+
+
+def make_pages(
+    config: ModelConfig, *, num_slots: int, max_model_len: int, block_size: int, device: torch.device | str
+) -> Pages:
+    """Pages for `num_slots` requests of up to `max_model_len`, every block at a random place.
+
+    Window pages are shared out by modulo: a request has blocks for its window and one verify window more.
+    """
+    blocks = -(-max_model_len // block_size)
+    kept = -(-(config.sliding_window + config.dspark_block_size + 1) // block_size) + 1
+    generator = torch.Generator().manual_seed(7)
+    order = torch.randperm(num_slots * blocks, generator=generator).to(torch.int32) + 1
+    window_order = torch.randperm(num_slots * kept, generator=generator).to(torch.int32) + 1
+    window_table = window_order.view(num_slots, kept)[:, torch.arange(blocks) % kept]
+    entries, keys, open_rows = {}, {}, {}
+    num_open = 2 + config.dspark_block_size
+    for source in config.kv_source_layer_ids:
+        ratio = config.compress_ratios[source]
+        rows = (num_slots * blocks + 1) * (block_size // ratio)
+        entries[source] = torch.zeros(rows, 288, dtype=torch.uint8, device=device)
+        keys[source] = torch.zeros(rows, 68, dtype=torch.uint8, device=device)
+        if ratio > 1:
+            open_rows[source] = torch.zeros(num_slots * num_open, 1024, device=device)
+    window_rows = (num_slots * kept + 1) * block_size
+    windows = [
+        torch.zeros(window_rows, 528, dtype=torch.uint8, device=device)
+        for _ in range(config.num_hidden_layers)
+    ]
+    return Pages(
+        windows,
+        entries,
+        keys,
+        open_rows,
+        window_table.contiguous().to(device),
+        order.view(num_slots, blocks).to(device),
+        block_size,
+        num_open,
+    )
+
+
+__all__ = ["DecodeStep", "Pages", "make_pages", "rope_kernel", "rope_tables"]

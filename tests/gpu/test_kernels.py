@@ -1,0 +1,535 @@
+"""Each kernel against the operator it computes, on fresh random inputs, at sizes with a ragged edge everywhere."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskfleet.engine.cuda import (
+    attention,
+    compress,
+    engram,
+    experts,
+    hyper,
+    indexer,
+    linear,
+    packing,
+    routing,
+    tiles,
+)
+from deskfleet.engine.cuda.checks import mix_matrix, relative_error
+from deskfleet.engine.ops import quant, reference
+from deskfleet.engine.ops.quant import Fp4Matrix
+from deskfleet.engine.ops.records import ENTRY, INDEX_KEY, WINDOW
+from tests.gpu.conftest import HAS_GPU
+
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore")]
+
+EPS = 1e-20
+# The kernels round where the reference does, so a last place apart is rare in the interpreter, which sums in float32;
+# one of bf16 is 4e-3 of a value. The tensor cores keep some 13 bits of FP8 products beside the greatest one, and cut
+# off the rest: that moves one value in twenty by a last place, and by a code where it is quantised again.
+BF16 = 4e-3 if HAS_GPU else 5e-4
+FLOAT32 = 2e-5 if HAS_GPU else 2e-6
+MIXES = 1e-4 if HAS_GPU else 1e-5
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def fp4(*shape: int) -> Fp4Matrix:
+    *batch, rows, columns = shape
+    codes = torch.randint(0, 256, (*batch, rows, columns // 2), dtype=torch.uint8)
+    return Fp4Matrix(codes, torch.randint(118, 125, (*batch, rows, columns // 32), dtype=torch.uint8))
+
+
+def fp8(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+    codes -= ((codes & 0x7F) == 0x7F).to(torch.uint8)  # the two codes that are no numbers
+    return codes, torch.randint(111, 117, (rows // 32, columns // 32), dtype=torch.uint8)
+
+
+def quantized(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What kernels take of bf16 x: codes and scale words."""
+    codes, scales = quant.quantize_fp8(x)
+    return codes.to(device), packing.scale_words(scales.view(torch.uint8)).to(device)
+
+
+def fp8_on(device: torch.device, packed: packing.Fp8Tiles) -> packing.Fp8Tiles:
+    return packing.Fp8Tiles(
+        packed.codes.to(device), packed.scales.to(device), packed.num_rows, packed.num_columns
+    )
+
+
+def fp4_on(device: torch.device, packed: packing.Fp4Tiles) -> packing.Fp4Tiles:
+    return packing.Fp4Tiles(
+        packed.codes.to(device), packed.scales.to(device), packed.num_rows, packed.num_columns
+    )
+
+
+def rotation(rows: int) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(rows, 32) * 9
+    return angle.cos(), angle.sin()
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Output memory in which an element that is not written shows."""
+    return torch.full(shape, float("nan"), device=device).to(dtype)
+
+
+def test_packing_gives_back_what_it_took() -> None:
+    matrix, (codes, scales) = fp4(2, 256, 320), fp8(192, 320)
+    for gated in (False, True):
+        back = packing.unpack_fp4(packing.pack_fp4(matrix, gated=gated), gated=gated)
+        assert torch.equal(back.codes, matrix.codes)
+        assert torch.equal(back.scales, matrix.scales)
+    for paired in (False, True):
+        packed = packing.pack_fp8(codes, scales, paired=paired)
+        assert all(map(torch.equal, packing.unpack_fp8(packed), (codes, scales)))
+
+
+def run_ptx(text: str, word: int) -> int:
+    """Execute the few instructions that the decoders are made of on one 32-bit input; bf16 products are left out."""
+    values = {"$1": word}
+
+    def read(name: str) -> int:
+        return values[name] if name in values else int(name, 0)
+
+    for statement in text.strip("{} ").split(";"):
+        found = re.match(r"\s*([\w.]+)\s+(.*)", statement)
+        if not found or found[1].startswith(".reg"):
+            continue
+        operation, (target, *sources) = found[1], [part.strip() for part in found[2].split(",")]
+        if operation.startswith("mul"):
+            values[target] = read(sources[0])
+            continue
+        a = [read(source) for source in sources]
+        if operation == "lop3.b32":
+            result = 0
+            for bit in range(32):
+                index = ((a[0] >> bit & 1) << 2) | ((a[1] >> bit & 1) << 1) | (a[2] >> bit & 1)
+                result |= (a[3] >> index & 1) << bit
+        elif operation == "mov.b32":
+            result = a[0]
+        elif operation == "and.b32":
+            result = a[0] & a[1]
+        else:
+            result = a[0] << a[1] if operation == "shl.b32" else a[0] >> a[1]
+        values[target] = result & 0xFFFFFFFF
+    return values["$0"]
+
+
+def test_the_ptx_that_the_interpreter_cannot_run() -> None:
+    """Its instructions, carried out here, give what the plain arithmetic gives, for every byte in every place."""
+    every = torch.arange(256, dtype=torch.uint8)
+    shifted = [every.roll(-shift) for shift in (0, 71, 142, 213)]
+    words = sum(part.to(torch.int64) << (8 * place) for place, part in enumerate(shifted))
+    for text, plain in (
+        (tiles.FIRST_CODES, every & 0x9C),
+        (tiles.SECOND_CODES, ((every << 2) & 0x8C) | ((every >> 2) & 0x10)),
+    ):
+        results = torch.tensor([run_ptx(text, int(word)) for word in words])
+        for place, shift in enumerate((0, 71, 142, 213)):
+            assert torch.equal(results >> (8 * place) & 0xFF, plain.roll(-shift).to(torch.int64))
+    values = every.view(torch.float8_e4m3fn).to(torch.float64)
+    kept = torch.isfinite(values)
+    for text, place in ((linear.LOW_CODES, 0), (linear.HIGH_CODES, 1)):
+        results = torch.tensor([run_ptx(text, int(word)) for word in words])
+        for half in (0, 1):
+            bits = (results >> (16 * half) & 0xFFFF).to(torch.int32).to(torch.int16)
+            mine = bits.view(torch.bfloat16).to(torch.float64) * 2.0**120
+            shift = (0, 71, 142, 213)[2 * half + place]
+            assert torch.equal(mine[kept.roll(-shift)], values.roll(-shift)[kept.roll(-shift)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "expert_width", "num_experts", "num_chosen"),
+    [(1, 256, 64, 8, 2), (5, 320, 192, 4, 3), (20, 128, 64, 3, 2), (2, 1024, 64, 6, 2)],
+    ids=["one row", "ragged width", "more than 16 rows an expert", "split K"],
+)
+def test_routed_experts(
+    device: torch.device,
+    bit_ops: bool,
+    rows: int,
+    width: int,
+    expert_width: int,
+    num_experts: int,
+    num_chosen: int,
+) -> None:
+    """The widths of a packed matrix are rounded up to 128 rows by the caller: w2 has `width` of them."""
+    out_rows = -(-width // 128) * 128
+    w13, w2 = fp4(num_experts, 2 * expert_width, width), fp4(num_experts, out_rows, expert_width)
+    x = normal(rows, width).to(torch.bfloat16)
+    chosen = torch.stack([torch.randperm(num_experts)[:num_chosen] for _ in range(rows)])
+    weights = torch.rand(rows, num_chosen)
+    shape = experts.ExpertShape(width, expert_width, num_experts, num_chosen)
+    buffers = experts.ExpertBuffers(shape, rows, device)
+    buffers.outputs = poisoned((rows * num_chosen, out_rows), torch.bfloat16, device)
+    codes, scales = quantized(x, device)
+    packed13, packed2 = (
+        fp4_on(device, packing.pack_fp4(w13, gated=True)),
+        fp4_on(device, packing.pack_fp4(w2)),
+    )
+    for _ in range(2):  # counters and lists must be left as they were found
+        buffers.num_items.zero_()
+        experts.list_items(chosen.to(torch.int32).to(device), buffers)
+        experts.routed_up(codes, scales, packed13, weights.to(device), buffers, 10.0, bit_ops=bit_ops)
+        experts.routed_down(packed2, buffers, bit_ops=bit_ops)
+    expected = torch.zeros(rows, out_rows, dtype=torch.float64)
+    for expert in range(num_experts):
+        mine = reference.fake_quant_fp8(x).to(torch.float64) @ w13[expert].decode().T
+        gate, up = mine.to(torch.bfloat16).chunk(2, -1)
+        for row, place in (chosen == expert).nonzero().tolist():
+            activated = reference.expert_activation(
+                gate[row : row + 1], up[row : row + 1], 10.0, weights[row, place : place + 1]
+            )
+            expected[row] += reference.quantized_linear(activated, w2[expert].decode())[0].to(torch.float64)
+    total = buffers.outputs.cpu().to(torch.float64).view(rows, num_chosen, -1).sum(1)
+    assert relative_error(total, expected) < BF16
+    assert not buffers.counters.any()
+
+
+def test_shared_expert(device: torch.device, bit_ops: bool) -> None:
+    rows, width, expert_width = 18, 256, 96 * 2
+    (codes13, scales13), (codes2, scales2) = fp8(2 * expert_width, width), fp8(width, expert_width)
+    x = normal(rows, width).to(torch.bfloat16)
+    buffers = experts.SharedBuffers(width, expert_width, rows, device)
+    codes, scales = quantized(x, device)
+    experts.shared_up(
+        codes,
+        scales,
+        fp8_on(device, packing.pack_fp8(codes13, scales13, gated=True)),
+        buffers,
+        10.0,
+        bit_ops=bit_ops,
+    )
+    experts.shared_down(fp8_on(device, packing.pack_fp8(codes2, scales2)), buffers, bit_ops=bit_ops)
+    expected = reference.shared_expert(
+        x,
+        quant.dequantize_fp8_weight(codes13, scales13),
+        quant.dequantize_fp8_weight(codes2, scales2),
+        limit=10.0,
+    )
+    assert relative_error(buffers.outputs, expected) < BF16
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_outputs", "width", "splits", "period"),
+    [(1, 192, 320, 2, 0), (18, 256, 256, 1, 2), (3, 128, 1280, 4, 1), (33, 256, 128, 1, 0)],
+)
+def test_fp8_linear(
+    device: torch.device, bit_ops: bool, rows: int, num_outputs: int, width: int, splits: int, period: int
+) -> None:
+    """bf16, rotated and FP8 outputs of the same product."""
+    weight = fp8(num_outputs, width)
+    x = normal(rows, width).to(torch.bfloat16)
+    work = linear.SplitBuffers(1 << 18, 64, device)
+    packed, (codes, scales) = fp8_on(device, packing.pack_fp8(*weight)), quantized(x, device)
+    expected = reference.quantized_linear(x, quant.dequantize_fp8_weight(*weight))
+    out = poisoned((rows, num_outputs), torch.bfloat16, device)
+    rope = rotation(rows)
+    linear.fp8_linear(
+        codes, scales, packed, out, work, splits=splits, bit_ops=bit_ops, rope_period=period,
+        rope=(rope[0].to(device), rope[1].to(device)),
+    )  # fmt: skip
+    turned = expected
+    if period:
+        turned = reference.apply_rope(expected.unflatten(1, (-1, 128 * period)), *rope).flatten(1)
+    assert relative_error(out, turned) < BF16
+    out8 = torch.zeros(rows, num_outputs, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    out_scales = torch.zeros(rows, -(-num_outputs // 128), dtype=torch.int32, device=device)
+    linear.fp8_linear(
+        codes, scales, packed, out8, work, splits=splits, bit_ops=bit_ops, out_scales=out_scales
+    )
+    decoded = reference.decode_fp8_rows(
+        out8.view(torch.uint8).cpu(), out_scales.cpu().view(torch.uint8)[:, : num_outputs // 32]
+    )
+    assert relative_error(decoded, quant.fake_quant_fp8(expected)) < 0.01
+    assert not work.counters.any()
+
+
+def test_grouped_and_bf16_linear(device: torch.device, bit_ops: bool) -> None:
+    rows, groups, width = 3, 2, 256
+    weight = fp8(groups * 128, width)
+    x = normal(rows, groups * width).to(torch.bfloat16)
+    work = linear.SplitBuffers(1 << 16, 64, device)
+    out = torch.zeros(rows, groups * 128, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = torch.zeros(rows, groups, dtype=torch.int32, device=device)
+    packed = fp8_on(device, packing.pack_fp8(*weight, paired=True))
+    linear.grouped_linear(x.to(device), packed, out, scales, work, groups=groups, splits=2, bit_ops=bit_ops)
+    matrix = quant.dequantize_fp8_weight(*weight).unflatten(0, (groups, -1))
+    expected = reference.grouped_linear(x.unflatten(1, (groups, -1)), matrix).flatten(1)
+    decoded = reference.decode_fp8_rows(out.view(torch.uint8).cpu(), scales.cpu().view(torch.uint8))
+    assert relative_error(decoded, quant.fake_quant_fp8(expected)) < 0.01
+    weight16, x = normal(100, 320).to(torch.bfloat16), normal(17, 320).to(torch.bfloat16)
+    out32 = poisoned((17, 100), torch.float32, device)
+    linear.bf16_linear(
+        x.to(device), linear.pack_bf16(weight16).to(device), out32, work, splits=2, bit_ops=bit_ops
+    )
+    assert relative_error(out32, reference.linear_f32(x, weight16)) < FLOAT32
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(3, 1), (17, 3)])
+def test_hyper_connection(device: torch.device, bit_ops: bool, rows: int, parts: int) -> None:
+    width = 1024
+    weight, base, scale = normal(24, 4 * width) * 0.02, normal(24), normal(3)
+    norm = 1 + 0.1 * normal(width)
+    stream, output = normal(rows, 4, width).to(torch.bfloat16), normal(rows * parts, width).to(torch.bfloat16)
+    shared = normal(rows, width).to(torch.bfloat16) if parts > 1 else None
+    pre, post, comb = torch.rand(rows, 4), torch.rand(rows, 4), torch.rand(rows, 4, 4)
+    buffers = hyper.StreamBuffers(width, rows, device)
+    for target, value in (
+        (buffers.stream, stream),
+        (buffers.pre, pre),
+        (buffers.post, post),
+        (buffers.comb, comb),
+    ):
+        target.copy_(value)
+    taps = poisoned((rows, 2 * width), torch.bfloat16, device)[:, width:]
+    packed = hyper.split_mix_weight(weight).to(device)
+    hyper.mix(
+        buffers, packed, output=output.to(device), shared=None if shared is None else shared.to(device), parts=parts,
+        taps=taps, bit_ops=bit_ops,
+    )  # fmt: skip
+    hyper.finish(
+        buffers, norm.to(device), scale.to(device), base.to(device), iterations=20, norm_eps=EPS, eps=1e-6,
+        bit_ops=bit_ops,
+    )  # fmt: skip
+    if shared is not None:
+        output = reference.add_round(output.to(torch.float64).view(rows, parts, -1).sum(1), shared)
+    expanded = reference.hc_expand(output, stream, post, comb)
+    assert relative_error(buffers.stream, expanded) < BF16
+    assert relative_error(taps, expanded.to(torch.float64).mean(1)) < 3e-3
+    x = reference.hc_collapse_norm(buffers.stream.cpu(), pre, norm, EPS)
+    assert relative_error(buffers.x, x) < BF16
+    codes, scales = quant.quantize_fp8(buffers.x.cpu())
+    assert torch.equal(buffers.codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(buffers.scales.cpu(), packing.scale_words(scales.view(torch.uint8)))
+    mixes = reference.hc_weights(
+        buffers.stream.cpu(), weight, scale, base, norm_eps=EPS, iterations=20, eps=1e-6
+    )
+    for mine, theirs in zip((buffers.pre, buffers.post, buffers.comb), mixes, strict=True):
+        assert relative_error(mine, theirs) < MIXES
+    assert relative_error(mix_matrix(packed.cpu()), weight) < 1e-5
+
+
+def test_routing(device: torch.device) -> None:
+    """Small and great scores, and a tie that goes to the lower expert."""
+    rows, num_experts = 5, 384
+    logits, bias = normal(rows, num_experts) * 6, normal(num_experts) * 0.1
+    logits[0, 7] = logits[0, 300] = 30.0
+    bias[7] = bias[300] = 0.5
+    logits[1] = -30.0 - torch.arange(num_experts) * 0.1
+    chosen = torch.zeros(rows, 6, dtype=torch.int32, device=device)
+    weights = torch.zeros(rows, 6, device=device)
+    num_items = torch.ones(1, dtype=torch.int32, device=device)
+    routing.choose(logits.to(device), bias.to(device), chosen, weights, num_items, scaling=1.5)
+    identity = torch.eye(num_experts, dtype=torch.float64)
+    expected, expected_weights = reference.route(logits.double(), identity, bias, num_chosen=6, scaling=1.5)
+    assert torch.equal(chosen.cpu().long(), expected)
+    assert relative_error(weights, expected_weights) < FLOAT32
+    assert int(num_items) == 0
+
+
+@pytest.mark.parametrize(("rows", "num_picks"), [(2, 512), (3, 0), (1, 64)])
+def test_attention(device: torch.device, bit_ops: bool, rows: int, num_picks: int) -> None:
+    """Latents and records from the projection, then the core over scattered pages, windows that begin late included."""
+    block_size, blocks, num_slots, width = 64, 8, 2, 128
+    slots = torch.randint(0, num_slots, (rows,), dtype=torch.int32)
+    positions = torch.tensor([5, 200, 400], dtype=torch.int32)[:rows]
+    tables = [
+        (torch.randperm(num_slots * blocks) + 1).view(num_slots, blocks).to(torch.int32) for _ in range(2)
+    ]
+    count = (num_slots * blocks + 1) * block_size
+    windows = WINDOW.pack(normal(count, 512).to(torch.bfloat16)).to(device)
+    entries = ENTRY.pack(normal(count, 512).to(torch.bfloat16)).to(device)
+    rope = rotation(rows)
+    on_device = tuple(part.to(device) for part in rope)
+    where = [part.to(device) for part in (slots, positions, *tables)]
+    qkv, q_norm, kv_norm = (
+        normal(rows, width + 512).to(torch.bfloat16),
+        torch.rand(width) + 0.5,
+        torch.rand(512) + 0.5,
+    )
+    codes = torch.zeros(rows, width, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = torch.zeros(rows, width // 128, dtype=torch.int32, device=device)
+    before = windows.clone()
+    attention.write_latents(
+        qkv.to(device), q_norm.to(device), kv_norm.to(device), on_device, codes, scales, windows,
+        (where[0], where[1], where[2]), block_size=block_size, eps=EPS, bit_ops=bit_ops,
+    )  # fmt: skip
+    low_rank = reference.decode_fp8_rows(codes.view(torch.uint8).cpu(), scales.cpu().view(torch.uint8))
+    assert (
+        relative_error(low_rank, quant.fake_quant_fp8(reference.rms_norm(qkv[:, :width], q_norm, EPS))) < 4e-3
+    )
+    own = (
+        tables[0].long()[slots.long(), positions.long() // block_size] * block_size
+        + positions.long() % block_size
+    )
+    record = WINDOW.pack(reference.apply_rope(reference.rms_norm(qkv[:, width:], kv_norm, EPS), *rope))
+    assert relative_error(WINDOW.unpack(windows.cpu()[own]), WINDOW.unpack(record)) < 2e-3
+    assert set((windows != before).any(1).nonzero().flatten().tolist()) <= set(own.tolist())
+
+    picks = torch.full((rows, num_picks), -1, dtype=torch.int32)
+    for row in range(rows if num_picks else 0):
+        chosen = min(int(positions[row]) + 1, num_picks - 7)
+        picks[row, :chosen] = torch.randperm(blocks * block_size)[:chosen].sort().values.to(torch.int32)
+    query, sink = normal(rows, 16, 512).to(torch.bfloat16), normal(16)
+    buffers = attention.AttentionBuffers(rows, num_picks, device)
+    attention.attend(
+        query.flatten(1).to(device), windows, entries, picks.to(device), (where[0], where[1], where[2], where[3]),
+        sink.to(device), on_device, buffers, block_size=block_size, ratio=1, bit_ops=bit_ops,
+    )  # fmt: skip
+
+    def places(table: Tensor, numbers: Tensor) -> Tensor:
+        safe = numbers.clamp_min(0)
+        found = table.long()[slots.long()[:, None], safe // block_size] * block_size + safe % block_size
+        return torch.where(numbers < 0, -1, found)
+
+    window = positions.long()[:, None] - 127 + torch.arange(128)
+    sources = [
+        (WINDOW.unpack(windows.cpu()), places(tables[0], window)),
+        (ENTRY.unpack(entries.cpu()), places(tables[1], picks.long())),
+    ]
+    attended = reference.sparse_attention(query, sources, sink, 512**-0.5)
+    attended = reference.apply_rope(attended, *rope, inverse=True).flatten(1)
+    # Weights are rounded to bf16 against another running maximum.
+    assert relative_error(buffers.out, attended) < 4e-3
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_compressor(device: torch.device, bit_ops: bool, ratio: int) -> None:
+    """Groups that stay open, that end with the row before them, and that began in an earlier step."""
+    block_size, num_slots, blocks, num_open = 16, 3, 8, 7
+    per_block = block_size // ratio
+    slots = torch.tensor([0, 1, 1, 1, 2], dtype=torch.int32)
+    positions = torch.tensor([7, 20, 21, 22, 33], dtype=torch.int32)
+    table = (torch.randperm(num_slots * blocks) + 1).view(num_slots, blocks).to(torch.int32)
+    projected, norm, rope = normal(5, 1088), torch.rand(512) + 0.5, rotation(5)
+    state = normal(num_slots * num_open, 1024)
+    keys, key_norm = normal(5, 128), torch.rand(128) + 0.5
+    pages = torch.zeros((num_slots * blocks + 1) * per_block, 288, dtype=torch.uint8, device=device)
+    key_pages = torch.zeros(len(pages), 68, dtype=torch.uint8, device=device)
+    latents = poisoned((5, 512), torch.bfloat16, device)
+    where = (slots.to(device), positions.to(device), table.to(device))
+    on_device = (rope[0].to(device), rope[1].to(device))
+    compress.pool(
+        projected.to(device), state.to(device), norm.to(device), on_device, where, pages, latents, ratio=ratio,
+        num_open=num_open, block_size=block_size, eps=EPS, bit_ops=bit_ops,
+    )  # fmt: skip
+    compress.write_keys(
+        keys.to(device), key_norm.to(device), on_device, where, key_pages, ratio=ratio, block_size=block_size,
+        eps=EPS, bit_ops=bit_ops,
+    )  # fmt: skip
+    done = []
+    for row in range(5):
+        position, slot = int(positions[row]), int(slots[row])
+        if position % ratio != ratio - 1:
+            continue
+        pooled = projected[row : row + 1, :512].to(torch.bfloat16)
+        if ratio == 2:
+            first = (
+                projected[row - 1, :1024] if row == 2 else state[slot * num_open + (position - 1) % num_open]
+            )
+            both = torch.stack((first, projected[row, :1024]))[None]
+            pooled = reference.compress_pairs(both[..., :512], both[..., 512:])
+        latent = reference.rms_norm(pooled, norm, EPS)
+        turn = (rope[0][row : row + 1], rope[1][row : row + 1])
+        at = int(table[slot, position // ratio // per_block]) * per_block + position // ratio % per_block
+        key = reference.rms_norm(keys[row : row + 1].to(torch.bfloat16), key_norm, EPS)
+        for form, mine, values in ((ENTRY, pages, latent), (INDEX_KEY, key_pages, key)):
+            expected = form.unpack(form.pack(reference.apply_rope(values, *turn)))
+            assert relative_error(form.unpack(mine[at : at + 1].cpu()), expected) < 0.02
+        assert relative_error(latents[row : row + 1], latent) < BF16
+        done.append(at)
+    assert pages.any(1).nonzero().flatten().tolist() == sorted(done)
+    assert key_pages.any(1).nonzero().flatten().tolist() == sorted(done)
+
+
+def test_indexer(device: torch.device, bit_ops: bool) -> None:
+    """Scores of scattered keys, the exact best of them, ties included, and the row that takes all it sees."""
+    rows, num_slots, blocks, block_size, ratio, num_picks = 3, 2, 8, 64, 2, 64
+    per_block = block_size // ratio
+    slots, positions = (
+        torch.tensor([0, 1, 0], dtype=torch.int32),
+        torch.tensor([400, 511, 62], dtype=torch.int32),
+    )
+    table = (torch.randperm(num_slots * blocks) + 1).view(num_slots, blocks).to(torch.int32)
+    keys = normal((num_slots * blocks + 1) * per_block, 128).to(torch.bfloat16)
+    keys[1::3] = keys[0]  # many equal scores
+    pages = INDEX_KEY.pack(keys)
+    query, weights = normal(rows, 32, 128).to(torch.bfloat16), normal(rows, 64)
+    scores = torch.zeros(rows, 256, dtype=torch.bfloat16, device=device)
+    picks = torch.full((rows, num_picks), -9, dtype=torch.int32, device=device)
+    where = (slots.to(device), positions.to(device), table.to(device))
+    indexer.score(
+        query.flatten(1).to(device), weights.to(device)[:, :32], pages.to(device), where, scores, num_picks=num_picks,
+        weight_scale=1 / 64, ratio=ratio, block_size=block_size, bit_ops=bit_ops,
+    )  # fmt: skip
+    indexer.select(scores, where[1], picks, ratio=ratio)
+    for row in range(rows):
+        count = (int(positions[row]) + 1) // ratio
+        numbers = torch.arange(count)
+        at = table[slots[row].long(), numbers // per_block].long() * per_block + numbers % per_block
+        expected = reference.index_scores(
+            quant.fake_quant_fp4_e8m0(query[row : row + 1]), weights[row : row + 1, :32].to(torch.bfloat16) * (1 / 64),
+            INDEX_KEY.unpack(pages)[at], numbers, torch.tensor([count]), None, block=8,
+        )  # fmt: skip
+        mine = scores[row : row + 1, :count].cpu() if count > num_picks else expected
+        assert relative_error(mine, expected) < 3e-3
+        best = torch.full((num_picks,), -1)
+        found = reference.top_positions(mine, num_picks)[0]
+        best[: len(found)] = found
+        assert torch.equal(picks[row].cpu().long(), best)
+
+
+def test_candidate_blocks(device: torch.device, bit_ops: bool) -> None:
+    """More blocks than candidates in one row, fewer in the other; scores of another layer among them."""
+    block_size, ratio, num_picks, unit, top_blocks = 64, 1, 16, 8, 8
+    slots, positions = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([250, 50], dtype=torch.int32)
+    table = (torch.randperm(8) + 1).view(2, 4).to(torch.int32)
+    keys = normal(9 * block_size, 128).to(torch.bfloat16)
+    pages = INDEX_KEY.pack(keys)
+    where = (slots.to(device), positions.to(device), table.to(device))
+    candidates = indexer.Candidates(2, 256, unit, top_blocks, device)
+    candidates.allowed.fill_(7)
+    scores = torch.zeros(2, 256, dtype=torch.bfloat16, device=device)
+    query, weights = normal(2, 32, 128).to(torch.bfloat16), normal(2, 32)
+
+    def score(among: indexer.Candidates | None) -> Tensor:
+        indexer.score(
+            query.flatten(1).to(device), weights.to(device), pages.to(device), where, scores, num_picks=num_picks,
+            weight_scale=1 / 64, ratio=ratio, block_size=block_size, bit_ops=bit_ops, among=among,
+        )  # fmt: skip
+        return scores[:1, :251].cpu()
+
+    free = score(None)
+    indexer.narrow(scores, where[1], candidates, ratio=ratio)
+    ranked = reference.candidate_scores(free, torch.arange(32), torch.tensor([251]), block=unit)
+    best = reference.top_positions(ranked, top_blocks)
+    assert torch.equal(candidates.picks[:1].cpu().long(), best)
+    assert candidates.picks[1].cpu().tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
+    mask = reference.block_mask(best, 251, block=unit)
+    assert torch.equal(candidates.allowed[:1].cpu().bool().repeat_interleave(unit, 1)[:, :251], mask)
+    assert torch.equal(score(candidates), free.masked_fill(~mask, -torch.inf))
+
+
+def test_engram_gate(device: torch.device, bit_ops: bool) -> None:
+    rows, width = 3, 2048
+    stream, projected = normal(rows, 4, width).to(torch.bfloat16), normal(rows, 5 * width).to(torch.bfloat16)
+    weight, alive = normal(4, width), torch.tensor([1, 0, 1], dtype=torch.int32)
+    expected = reference.engram_gate(
+        stream,
+        projected[:, : 4 * width].unflatten(1, (4, width)),
+        projected[:, 4 * width :],
+        weight,
+        alive.bool(),
+        EPS,
+    )
+    mine = stream.to(device)
+    engram.gate(mine, projected.to(device), weight.to(device), alive.to(device), eps=EPS, bit_ops=bit_ops)
+    assert relative_error(mine, expected) < BF16
