@@ -237,7 +237,7 @@ def written(made: Bed, server: FaultyOrigin | None = None, **values: Any) -> str
         "revision": REVISION,
         "origin": server.url if server else "http://127.0.0.1:1/a/b",
     }
-    text = made.fleet_toml(**{"checkpoint": checkpoint, "share": "copy", **values})
+    text = made.fleet_toml(available="4GiB", **{"checkpoint": checkpoint, "share": "copy", **values})
     made.desk.write(FILE, text)
     return text
 

@@ -78,12 +78,10 @@ def answers(made: Bed) -> str:
 
 @pytest.fixture
 def two(pair: Bed) -> Iterator[Bed]:
-    """Two nodes and nothing that runs on them, before and after. Restarts come soon.
-
-    What is free of this machine changes while others test on it, so the plan does not go by that.
-    """
-    text = pair.fleet_toml(checkpoint={"model": "pocket"}, restart={"backoff_s": BACKOFF_S})
-    pair.desk.write(FILE, text.replace('kind = "local"', f'kind = "local"\navailable = {AVAILABLE_BYTES}'))
+    """Two nodes and nothing that runs on them, before and after. Restarts come soon."""
+    restart = {"backoff_s": BACKOFF_S}
+    text = pair.fleet_toml(checkpoint={"model": "pocket"}, available=AVAILABLE_BYTES, restart=restart)
+    pair.desk.write(FILE, text)
     yield pair
     for node in pair.nodes:
         node.mend()

@@ -62,7 +62,9 @@ def containers(made: Bed) -> dict[str, str]:
 @pytest.fixture
 def two(pair: Bed) -> Iterator[Bed]:
     """Two nodes and nothing that runs on them, before and after. Nothing is started again: see test_restart_bed.py."""
-    pair.desk.write(FILE, pair.fleet_toml(checkpoint={"model": "pocket"}, restart={"backoff_s": []}))
+    pair.desk.write(
+        FILE, pair.fleet_toml(checkpoint={"model": "pocket"}, available="4GiB", restart={"backoff_s": []})
+    )
     yield pair
     for node in pair.nodes:
         node.mend()
@@ -184,7 +186,9 @@ def test_three_nodes_one_of_them_this_machine_and_answers_that_are_wrong(tmp_pat
             words = (program, "fleet", *words, "-f", FILE)
             return made.head.run(words, check=False, timeout_s=180)
 
-        made.head.write(FILE, made.fleet_toml(head_is_local=True, checkpoint={"model": "pocket"}))
+        made.head.write(
+            FILE, made.fleet_toml(head_is_local=True, checkpoint={"model": "pocket"}, available="4GiB")
+        )
         shown = json.loads(here("serve", "--dry-run", "--json").stdout)
         assert [command["node"] for command in shown["commands"]] == ["node1", "node2", "node0"]
         assert all(command["argv"][:3] == ["docker", "run", "--detach"] for command in shown["commands"])
@@ -198,7 +202,9 @@ def test_three_nodes_one_of_them_this_machine_and_answers_that_are_wrong(tmp_pat
 
         for node in made.nodes:
             node.copy_in(tiny, "/srv/checkpoint")
-        text = made.fleet_toml(head_is_local=True, checkpoint={"model": "/srv/checkpoint"}, share="local")
+        text = made.fleet_toml(
+            head_is_local=True, checkpoint={"model": "/srv/checkpoint"}, available="4GiB", share="local"
+        )
         made.head.write(FILE, text)
         refused = here("serve", "--gate", "short-answers")
         assert refused.returncode == 1, refused.stderr

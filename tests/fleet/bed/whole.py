@@ -49,11 +49,14 @@ class Bed:
         """What reaches all nodes by name, from a program of this machine that is on the desk's network."""
         return _ssh_config(self.nodes, self.head.hub.key, self.head.hub.directory / "known_hosts")
 
-    def fleet_toml(self, *, head_is_local: bool = False, **values: Any) -> str:
+    def fleet_toml(
+        self, *, head_is_local: bool = False, available: str | int | None = None, **values: Any
+    ) -> str:
         """A fleet.toml of these nodes and the native engine in the bed's image; `values` go over it, table by table.
 
         For example `fleet_toml(checkpoint={"model": "..."}, gateway={"port": 9000}, share="copy")`. `head_is_local` is
-        for deskfleet on the head itself, else it is typed on the desk.
+        for deskfleet on the head itself, else it is typed on the desk. With `available`, plans do not go by what is
+        free of this machine, which changes while others test on it.
         """
         document: dict[str, Any] = {
             "name": "bed",
@@ -62,6 +65,8 @@ class Bed:
         for key, value in values.items():
             document[key] = {**document.get(key, {}), **value} if isinstance(value, Mapping) else value
         nodes = [_node_table(node, is_local=head_is_local and node is self.head) for node in self.nodes]
+        if available is not None:
+            nodes = [{**node, "available": available} for node in nodes]
         return _toml({**document, "nodes": nodes})
 
 
