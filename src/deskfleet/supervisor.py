@@ -38,7 +38,7 @@ from deskfleet.fleet.follow import Ended, follow, last_lines
 from deskfleet.fleet.launch import LaunchSpec, RankLaunch
 from deskfleet.fleet.memory import Action, Floors, MemoryLow, attend_memory, floors_of_nodes
 from deskfleet.fleet.memory import Phase as MemoryPhase
-from deskfleet.fleet.readiness import STALLED_S, LoadReadiness, LogReadiness, Progress
+from deskfleet.fleet.readiness import SILENT_S, STALLED_S, LoadReadiness, LogReadiness, Progress
 from deskfleet.fleet.remote import NodeUnreachable, Remote, Remotes
 from deskfleet.fleet.spec import FleetSource, FleetSpec
 from deskfleet.fleet.state import Busy, FleetState, Phase, Record, now
@@ -94,6 +94,7 @@ _OWN_WORDS_S = (
 )
 _SEE_ENDS_S = 3.0  # after the front's sentence, how long containers may take to have ended
 _LAST_LINES = 20
+_SEE_STALL_S = 10.0
 _LOAD_S = 6 * 3600.0  # engines of others: progress decides before this does
 _ASK_NODES_S = 2.0  # how often, while a restart is due, nodes are asked whether they are there
 _ANSWER_S = 15.0
@@ -658,14 +659,19 @@ class _Launching:
 
     async def _see_stall(self) -> DeskfleetError:
         """Other engines' logs say nothing any more while they load. Our own ranks have heartbeats."""
+        told_of_s: float | None = None
         while True:
-            await asyncio.sleep(10.0)
+            await asyncio.sleep(_SEE_STALL_S)
             logs = self._logs
             if logs is None or self._diary.phase != "loading":
                 continue
             silent_s = asyncio.get_running_loop().time() - logs.heard_s
             if silent_s > STALLED_S:
                 return EngineError(f"no rank has logged anything for {silent_s:.0f} s while loading")
+            if silent_s > SILENT_S and told_of_s != logs.heard_s:
+                told_of_s = logs.heard_s
+                said = f"no rank has logged anything for {silent_s:.0f} s: they tune kernels, or hang"
+                self._diary.tell("watch", text=f"{said}; after {STALLED_S:.0f} s the launch is ended")
 
     async def _see_memory(self, remotes: Remotes, floors: Mapping[str, Floors]) -> DeskfleetError:
         """The watchdog: caches are dropped from there, the gateway is told from here."""

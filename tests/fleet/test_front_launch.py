@@ -6,6 +6,7 @@ Containers are not part of it, and neither is a real vLLM.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 from launch_cases import CASES
 
+from deskfleet import supervisor
 from deskfleet.client import Client
 from deskfleet.errors import DeskfleetError, EngineError
 from deskfleet.fleet.memory import Action, Kind
@@ -203,3 +205,32 @@ def test_what_the_gateways_settings_may_say_of_health(tmp_path: Path) -> None:
     *limits, (warning,) = seen()
     assert limits == [60.0, 0]
     assert warning.startswith("health.memory_floor_bytes of the gateway's settings: not used in a fleet")
+
+
+async def test_a_start_that_falls_silent_is_told_of_and_then_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_SEE_STALL_S", 0.02)
+    monkeypatch.setattr(supervisor, "SILENT_S", 0.1)
+    monkeypatch.setattr(supervisor, "STALLED_S", 0.6)
+    (tmp_path / "fleet.toml").write_text(FILE)
+    state = FleetState("desk", {"XDG_STATE_HOME": str(tmp_path)})
+    diary = Diary(state, Order(read_source(tmp_path / "fleet.toml"), "one", "digest", {}))
+    launching = _Launching(
+        Order(read_source(tmp_path / "fleet.toml"), "one", "digest", {}), diary, None, list
+    )
+    loop = asyncio.get_running_loop()
+    logs = launching._logs = LogReadiness(CASES["2-nodes-vllm-v4"].render(), loop.time())
+    diary.enter("loading")
+    seeing = asyncio.ensure_future(launching._see_stall())
+
+    def told() -> int:
+        return sum(each["event"] == "watch" for each in diary.launch.events()[0])
+
+    async with asyncio.timeout(10):
+        while told() < 1:
+            await asyncio.sleep(0.01)
+        logs.feed(0, "a word", loop.time())
+        error = await seeing
+    assert told() == 2
+    assert re.match(r"no rank has logged anything for \d s while loading", error.message)

@@ -62,6 +62,7 @@ async def test_what_the_file_says_holds(tmp_path: Path) -> None:
 async def test_reading_it_again_says_that_it_waits_for_the_next_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # a command that ran in this process before may have set another
     policies = store(tmp_path, "silent_s = 1")
     async with requesting(ScriptedEngine(says("one")), policies=policies):
         policies.reload()

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from deskfleet.fleet.launch import LaunchSpec, Milestone, Receipt
 
-STALLED_S = 900.0
-"""A start of which nothing at all is heard for so long has hung: compiling kernels is silent for minutes."""
+SILENT_S = 900.0
+"""A start of which nothing at all is heard for so long is told of: it may have hung."""
+
+STALLED_S = 2700.0
+"""And for so long it has: a first boot was seen to tune kernels for 36 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +149,4 @@ def _judge(receipt: Receipt, shown: str | None, rank: int, node: str) -> str | N
     return None
 
 
-__all__ = ["STALLED_S", "LoadReadiness", "LogReadiness", "Pace", "Progress"]
+__all__ = ["SILENT_S", "STALLED_S", "LoadReadiness", "LogReadiness", "Pace", "Progress"]
