@@ -8,13 +8,6 @@ import pytest
 from bed import Bed, bed
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the lane's mark known."""
-    config.addinivalue_line(
-        "markers", "fleet: a fleet of namespaces with sshd and Docker; as root (make test-fleet)"
-    )
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Bed]:
     """Two plain nodes and a desk, shared by a module: a test mends what it broke."""

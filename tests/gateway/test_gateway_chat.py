@@ -83,6 +83,9 @@ async def test_usage_counts_the_prompt_and_the_end_of_sentence(stream: bool) -> 
             usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
             assert len(usages) == 1
             usage = usages[0]
+            assert [bool(chunk.choices) for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+            assert chunks[-1].usage == usage
+            assert chunks[-2].choices[0].finish_reason == "stop"
         else:
             usage = (await ask(client)).usage
     assert usage.prompt_tokens == len(engine.requests[0].prompt_token_ids)

@@ -64,7 +64,10 @@ class ChatProtocol:
 
         Raises RequestError naming the field, UnknownModel, PromptTooLong with both numbers.
         """
-        return self._conversations.prepare(self.ask(read_chat(body)), body, request_id, caller)
+        fields = read_chat(body)
+        options = fields.stream_options
+        counts_apart = options is not None and bool(options.include_usage)
+        return self._conversations.prepare(self.ask(fields), body, request_id, caller, echo=counts_apart)
 
     def ask(self, fields: ChatFields) -> Ask:
         """Return what a chat asks for, converted. Raises as `prepare` does."""
@@ -129,12 +132,28 @@ class ChatAnswer(LibraryAnswer):
         generator = ChatCompletionRequest.chunk_generator(prepared.conversion, request_id, model_id)
         super().__init__(prepared, generator, chat_format)
         self._model_id = model_id
+        self._counts_apart: bool = prepared.echo
 
     def encode(self, events: list[ChatCompletionChunk]) -> bytes:
         """Return events as they are sent. Called for what each `push` returned, in order."""
-        if not self.is_amended:
+        if not self.is_amended and not self._counts_apart:
             return "".join([f"data: {event.to_json()}\n\n" for event in events]).encode()
-        return b"".join(b"data: " + self.amended(event.to_json()) + b"\n\n" for event in events)
+        return b"".join(b"data: " + text + b"\n\n" for event in events for text in self._texts(event))
+
+    def _texts(self, event: ChatCompletionChunk) -> list[bytes]:
+        """A chunk, or two: who asks for the counts gets them in one of their own, which has no choices.
+
+        So OpenAI's interface has it; the library puts them into the last choice's, where some clients do not look.
+        """
+        text = event.to_json()
+        if self._counts_apart and text.endswith('"usage":null}'):
+            return [text.encode()]
+        last = self.amended(text)
+        if not self._counts_apart:
+            return [last]
+        answer = msgspec.json.decode(last)
+        without = msgspec.json.encode({**answer, "usage": None})
+        return [without, msgspec.json.encode({**answer, "choices": []})]
 
     def end(self) -> bytes:
         """Return the message that ends a stream of this protocol."""
