@@ -89,6 +89,7 @@ def without_what_varies(line: str) -> str:
         (r"\b[KMG]i?B\b", "B"),
         (r"─+", "─"),
         (r"[━╸╺]+", "━"),
+        (r"; a launch spends .*", ""),  # only where the machine is so slow that it had to be cut
         # Which of them it is, depends on how busy the machine is.
         (r"^ *(?:pass|warn)(?= +\S+ +(?:latency|bandwidth) )", "SEEN"),
         (r"\s+", " "),
