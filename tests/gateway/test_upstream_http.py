@@ -314,10 +314,8 @@ def test_closing_the_client_fails_what_is_under_way(run: Run) -> None:
 def test_limits_of_time(run: Run) -> None:
     async def main() -> None:
         async with peer((b"", True), (HEAD, True), (CHUNKED + b"2\r\nhe\r\n", True)) as (_, client):
-            began_s = time.monotonic()
             await failing(ask(client, timeout_s=0.2), TimeoutError)
             await failing(ask(client, timeout_s=0.2), TimeoutError)
-            assert time.monotonic() - began_s < 5
             response = await client.request("POST", "/", b"{}", timeout_s=5)
             with closing(response):
                 assert await response.read() == b"he"
