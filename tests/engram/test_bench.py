@@ -111,6 +111,41 @@ def test_a_target_that_is_missed_is_said_to_be_missed() -> None:
     }
 
 
+def test_a_missed_target_is_explained_from_its_samples(tmp_path: Path) -> None:
+    """How far the rounds lay apart, and what fio would have reached beside the same."""
+    samples = []
+    for number, (native, fio) in enumerate([(2.0, 1.0), (1.0, 1.0), (2.0, 2.0)], start=1):
+        samples += [_sample("batch", "native", number, 48, native), _sample("batch", "fio", number, 48, fio)]
+        samples += [_sample("batch", "direct96", number, 48, 3.0)]
+        samples += [_sample("alone", "native", number, 48, 1.0), _sample("mixed", "native", number, 48, 2.0)]
+    lines = {line.split("`")[1]: line for line in _page(samples, tmp_path).splitlines() if "missed" in line}
+    assert lines["batch_48_p50_ratio_to_direct96"].endswith(
+        "| >= 3 | 1.50 | missed: the disk leaves no more room; the rounds gave 1.50 to 3.00; "
+        "fio's own reads in our place: 3.00 |"
+    )
+    assert (
+        "fio's own 48, with nothing beside them, was 200,000 to 400,000 us"
+        in (lines["decode_p99_ratio_with_prefetch"])
+    )
+    assert lines["decode_p99_ratio_with_prefetch"].endswith("of p50 the ratio is 2.00 |")
+
+
+def _page(samples: list[Sample], directory: Path) -> str:
+    machine = {"load_average": [0.0], "load_average_after": [0.0], "fio": "fio", "reader": {}}
+    measured = {
+        "machine": machine,
+        "settings": dict.fromkeys(["pack_bytes", "prefill_rows", "prefill_unique_blocks", "rounds"], 1)
+        | {"corpus": "text"},
+        "ratios": ratios(samples, None),
+        "rates": [],
+        "samples": [sample.to_json() for sample in samples],
+    }
+    path = directory / "2026-01-01-engram-reader.json"
+    kept = ReaderResult(name="engram-reader", provenance=Provenance.capture("x", ["x"]), measurement=measured)
+    kept.write(path)
+    return render_page(path, "plot.svg")
+
+
 def test_without_fio_its_ratios_are_absent_with_the_reason() -> None:
     samples = [_sample("batch", method, 1, 48, 1.0) for method in ("native", "direct96", "preadv32")]
     found = ratios(samples, "fio is not installed")
@@ -170,8 +205,9 @@ def test_a_run_from_end_to_end(
     result = json.loads(printed)
     assert json.loads(out.read_text()) == result
     assert set(result["ratios"]) == {ratio.name for ratio in RATIOS}
-    assert all("ratio" in name for name in result["ratios"])
     for name, ratio in result["ratios"].items():
+        assert result[name] == ratio["value"], "each ratio's number is found by its name alone"
+        assert "ratio" in name
         assert (ratio["value"] is None) == (ratio["met"] is None) == ("reason" in ratio), name
         assert (ratio["value"] is None) == ("fio" in name), name
     assert result["machine"]["no_fio"] == "fio is not installed"

@@ -59,6 +59,26 @@ def test_a_whole_day(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("split", "held"),
+    [
+        ("runs", {"1": [3, 4, 5], "4": [3, 4, 5]}),
+        (
+            "rows",
+            {"1": [2, 3, 4], "4": [2, 3, 4]},
+        ),  # 12 columns on 5 ranks: a range begins and ends within one
+    ],
+)
+def test_a_rank_of_an_engine_that_does_not_deal_columns_out(
+    split: str, held: dict[str, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "pack")
+    assert main(["pack", str(TINY), target, "--rank", "1", "--world-size", "5", "--split", split]) == 0
+    capsys.readouterr()
+    assert main(["info", target, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["columns"] == held
+
+
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model")
     make_checkpoint(tmp_path / "other", seed=1)

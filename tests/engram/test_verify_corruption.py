@@ -1,12 +1,14 @@
-"""Ten thousand planted corruptions: every one is found, and no reader gives a wrong row."""
+"""Ten thousand planted corruptions of either row format: every one is found, and no reader gives a wrong row."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,15 +16,17 @@ from pack_fixtures import make_checkpoint, rows_of
 
 from deskfleet_engram.errors import IdentityError, RowError
 from deskfleet_engram.file_check import check_file
+from deskfleet_engram.format import row_format
 from deskfleet_engram.manifest import PackIdentity, identity_of
+from deskfleet_engram.native import RowCache
 from deskfleet_engram.pack import pack
-from deskfleet_engram.portable_pack import PortablePack
 from deskfleet_engram.source import Source
+from deskfleet_engram.store import BackendName, PackedLayer, open_store
 from deskfleet_engram.verify import verify
 
 TOTAL = 10_000
 BATCHES = [0, 1, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(2, 10))]
-"""Every kind of corruption is in each of them; the slow lane makes up the ten thousand."""
+"""Every kind of corruption is in each of them, by turns of FP8 and NVFP4; the slow lane makes up the ten thousand."""
 READ_EVERY = 10  # every so many corruptions, all rows are also read through the store
 
 Bytes = bytearray
@@ -73,9 +77,10 @@ def torn_write(random: np.random.Generator, data: Bytes, others: list[bytes]) ->
 
 def swap_rows(random: np.random.Generator, data: Bytes, others: list[bytes]) -> Bytes:
     """Two rows of one block change places, their checksums with them."""
+    rows = row_format(int.from_bytes(data[4:6], "little"), 256)
     block = 4096 * int(random.integers(1, len(data) // 4096 - 1))
-    a, b = random.choice(15, 2, replace=False).tolist()
-    for begin, width in ((block, 264), (block + 15 * 264, 4)):
+    a, b = random.choice(rows.rows_per_block, 2, replace=False).tolist()
+    for begin, width in ((block, rows.row_bytes), (block + rows.rows_per_block * rows.row_bytes, 4)):
         x, y = begin + a * width, begin + b * width
         data[x : x + width], data[y : y + width] = data[y : y + width], data[x : x + width]
     return data
@@ -139,9 +144,9 @@ CORRUPTIONS: list[Corrupt] = [
 class Ground:
     """Two packs of one shape but different rows, in memory where the machine has a place for that."""
 
-    def __init__(self, directory: Path) -> None:
-        self.source = make_checkpoint(directory / "model")
-        other = make_checkpoint(directory / "other model", seed=1)
+    def __init__(self, directory: Path, rows: str) -> None:
+        self.source = make_checkpoint(directory / "model", row_format=rows)
+        other = make_checkpoint(directory / "other model", row_format=rows, seed=1)
         self.pack_dir = directory / "pack"
         pack(self.source, self.pack_dir)
         pack(other, directory / "other pack")
@@ -155,25 +160,31 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def grounds() -> Iterator[list[Ground]]:
     memory = Path("/dev/shm")
     directory = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        yield Ground(directory)
+        yield [Ground(directory / rows, rows) for rows in ("fp8", "nvfp4")]
     finally:
         shutil.rmtree(directory)
 
 
-def read_all(ground: Ground, layer: int, second_source: Source | None = None) -> np.ndarray:
+def read_all(
+    ground: Ground, layer: int, backend: BackendName, second_source: Source | None = None
+) -> np.ndarray:
+    rows = ground.identity.rows
     num_rows = len(ground.rows[layer])
-    codes, scales = np.empty((num_rows, 256), dtype=np.uint8), np.empty((num_rows, 8), dtype=np.uint8)
-    with PortablePack(ground.pack_dir, layer, second_source=second_source) as store:
+    codes = np.empty((num_rows, rows.weight_bytes), dtype=np.uint8)
+    scales = np.empty((num_rows, rows.scale_bytes), dtype=np.uint8)
+    place = PackedLayer(ground.pack_dir, layer, second_source=second_source)
+    with open_store(place, backend=backend, cache=RowCache(0, rows.row_bytes)) as store:
         store.gather(np.arange(num_rows), codes, scales)
     return np.concatenate([codes, scales], axis=1)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_all_are_found(ground: Ground, batch: int) -> None:
+def test_all_are_found(grounds: list[Ground], batch: int) -> None:
+    ground = grounds[batch % 2]
     random = np.random.default_rng(batch)
     names = sorted(ground.files)
     planted: Counter[str] = Counter()
@@ -204,17 +215,18 @@ def test_all_are_found(ground: Ground, batch: int) -> None:
 
 
 def assert_no_wrong_row(ground: Ground, layer: int) -> None:
-    """The store refuses, or every row is right; with the checkpoint at hand it never gives a wrong row either."""
-    for second_source in (None, ground.source):
+    """A reader refuses, or every row is right; with the checkpoint at hand it never gives a wrong row either."""
+    for backend, second_source in itertools.product(get_args(BackendName)[1:], (None, ground.source)):
         try:
-            found = read_all(ground, layer, second_source)
+            found = read_all(ground, layer, backend, second_source)
         except (RowError, IdentityError):
             continue
-        assert np.array_equal(found, ground.rows[layer])
+        assert np.array_equal(found, ground.rows[layer]), backend
 
 
-def test_punched_holes_are_found(ground: Ground, tmp_path: Path) -> None:
+def test_punched_holes_are_found(grounds: list[Ground], tmp_path: Path) -> None:
     """Real holes, on a real file system, as an incomplete copy leaves them."""
+    ground = grounds[0]
     name = "L03/c01.egp"
     path = tmp_path / "c01.egp"
     for block in range(8):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deskfleet_engram import GeometryError, PortableStore, RowError, RowSource, decode_rows
+from deskfleet_engram.format import fp8_rows
 
 SHARDS = {1: "model/model-00017-of-00018.safetensors", 4: "model/model-00018-of-00018.safetensors"}
 
@@ -31,7 +32,7 @@ def source_of(layer: int, path: Path | None = None) -> RowSource:
         weight_offset_bytes=data + weight["data_offsets"][0],
         scale_offset_bytes=data + scale["data_offsets"][0],
         num_rows=weight["shape"][0],
-        head_dim=weight["shape"][1],
+        rows=fp8_rows(weight["shape"][1]),
         table=f"layers.{layer}.engram.embed",
     )
 
@@ -45,8 +46,8 @@ def table_of(layer: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 def outputs(source: RowSource, *shape: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Buffers full of a pattern that no test expects back."""
     return (
-        np.full((*shape, source.head_dim), 0xAB, dtype=np.uint8),
-        np.full((*shape, source.num_scales), 0xCD, dtype=np.uint8),
+        np.full((*shape, source.rows.weight_bytes), 0xAB, dtype=np.uint8),
+        np.full((*shape, source.rows.scale_bytes), 0xCD, dtype=np.uint8),
     )
 
 
@@ -148,8 +149,8 @@ def test_a_truncated_file_does_not_open(tmp_path: Path) -> None:
     source = source_of(1, path)
     shutil.copyfile(source_of(1).path, path)
     needed = max(
-        source.weight_offset_bytes + source.num_rows * source.head_dim,
-        source.scale_offset_bytes + source.num_rows * source.num_scales,
+        source.weight_offset_bytes + source.num_rows * source.rows.weight_bytes,
+        source.scale_offset_bytes + source.num_rows * source.rows.scale_bytes,
     )
     os.truncate(path, needed)
     PortableStore(source).open().close()
@@ -164,7 +165,7 @@ def test_a_file_that_shrinks_while_open_gives_an_error_not_zeros(tmp_path: Path)
     shutil.copyfile(source_of(1).path, path)
     with PortableStore(source) as store:
         codes, scales = outputs(source, 2)
-        os.truncate(path, source.weight_offset_bytes + 100 * source.head_dim + 10)
+        os.truncate(path, source.weight_offset_bytes + 100 * source.rows.weight_bytes + 10)
         with pytest.raises(
             RowError, match=r"shrinking\.safetensors: the file ends at .* inside row 100 of lay"
         ):
@@ -244,7 +245,6 @@ def test_closing_waits_for_a_running_lookup(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 48}, r"rows of 48 values are no whole number of scale blocks of 32"),
         ({"num_rows": 0}, r"0 rows"),
         ({"scale_offset_bytes": 0, "weight_offset_bytes": 0}, r"must not overlap"),
         ({"weight_offset_bytes": -64}, r"overlap or be negative"),

@@ -6,6 +6,7 @@ deskfleet_engram measures; this adds where the numbers come from, and says what 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.result import write_new
 from deskfleet.errors import ConfigError, DeskfleetError
 from deskfleet.units import format_bytes
+from deskfleet_engram.bench.figures import RATIOS, Samples, fio_for_native
+from deskfleet_engram.bench.measure import Sample
 from deskfleet_engram.bench.run import Settings, run
 from deskfleet_engram.errors import EngramError
 
@@ -32,13 +35,14 @@ _METHODS = {
 }
 _COLOURS = ("#1f5fa8", "#444444", "#c0562b", "#7a9a3a", "#9a6fb0")
 
-# What is known about a missed target, by a part of the ratio's name. A cause that was not isolated is not named.
+# What is known about a missed target, by a part of the ratio's name; `_facts` adds what the samples say.
 _REASONS = {
-    "streaming": "fio sends the next read with every answer, a lookup waits for its last row; compare the ratio to "
-    "fio's batches above",
-    "to_direct96": "compare fio's own latency of 48 reads below, in p50 and p99 each: a reader can hardly be faster",
-    "to_preadv32": "compare fio's own rows below: a reader can hardly be faster. Repeats within a prompt come from the "
-    "page cache for preadv",
+    "streaming": "streaming sends the next read with every answer, a lookup waits for its last row",
+    "to_direct96": "the disk leaves no more room",
+    "to_preadv32": "the disk leaves no more room; repeats within a prompt come from the page cache for preadv",
+    "batch_6_cpu": "a lookup is handed to the I/O thread and back, which fio's are not, and only six reads share that; "
+    "how much it is was not measured",
+    "with_prefetch": "how much of it is the prefetch, the unsteady 99th percentile of this disk does not tell",
     "pack": "packing makes every 64 MiB durable, dd syncs once at the end; its share of the gap was not measured",
 }
 _UNEXPLAINED = "the cause was not isolated"
@@ -90,8 +94,9 @@ def render_page(path: Path | None, plot_name: str) -> str:
     if path is None:
         return "Nothing has been measured yet.\n"
     result = ReaderResult.read(path)
+    samples = [Sample(**sample) for sample in result.measurement["samples"]]
     ratios = [
-        f"| `{name}` | {ratio['meaning']} | {ratio['target']} | {_value(ratio)} | {_verdict(name, ratio)} |"
+        f"| `{name}` | {ratio['meaning']} | {ratio['target']} | {_value(ratio)} | {_verdict(name, ratio, samples)} |"
         for name, ratio in result.measurement["ratios"].items()
     ]
     rates = [
@@ -148,13 +153,44 @@ def _value(ratio: dict[str, Any]) -> str:
     return "absent" if ratio["value"] is None else f"{ratio['value']:.2f}"
 
 
-def _verdict(name: str, ratio: dict[str, Any]) -> str:
+def _verdict(name: str, ratio: dict[str, Any], samples: list[Sample]) -> str:
     if ratio["value"] is None:
         return str(ratio.get("reason", "not measured"))
     if ratio["met"]:
         return "met"
     reasons = [reason for key, reason in _REASONS.items() if key in name]
-    return f"missed: {reasons[0] if reasons else _UNEXPLAINED}"
+    return "; ".join([f"missed: {reasons[0] if reasons else _UNEXPLAINED}", *_facts(name, samples)])
+
+
+def _facts(name: str, samples: list[Sample]) -> list[str]:
+    """Say how steady a missed ratio was, and what it would be if fio were the reader."""
+    ratio = next((ratio for ratio in RATIOS if ratio.name == name), None)
+    if ratio is None:
+        return []
+    rounds = Samples(samples).values(ratio.value)
+    facts = [f"the rounds gave {min(rounds):.2f} to {max(rounds):.2f}"] if len(rounds) > 1 else []
+    as_fio = Samples(fio_for_native(samples)).median(ratio.value)
+    if as_fio is not None:
+        facts.append(f"fio's own reads in our place: {as_fio:.2f}")
+    elif "with_prefetch" in name:  # which fio has no like of
+        facts += _unsteadiness(samples)
+    return facts
+
+
+def _unsteadiness(samples: list[Sample]) -> list[str]:
+    """Say what the disk's 99th percentile does with nothing beside it, and the medians, which are steadier."""
+    facts = []
+    fio = [s.p99_us for s in samples if (s.kind, s.method, s.batch) == ("batch", "fio", 48) and s.p99_us]
+    if fio:
+        facts.append(
+            f"p99 of fio's own 48, with nothing beside them, was {min(fio):,.0f} to {max(fio):,.0f} us"
+        )
+    mixed, alone = (
+        [s.p50_us for s in samples if s.kind == kind and s.p50_us is not None] for kind in ("mixed", "alone")
+    )
+    if mixed and alone:
+        facts.append(f"of p50 the ratio is {statistics.median(mixed) / statistics.median(alone):.2f}")
+    return facts
 
 
 def _us(value: float | None) -> str:

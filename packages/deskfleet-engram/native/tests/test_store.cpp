@@ -394,8 +394,29 @@ void test_elsewhere(const World& world) {
   CHECK_EQ(counters_of(opened.store).num_rows, 2u);
 }
 
-// Random faults: every answer is the right row or poison with a report; nothing in between, and nothing hangs.
-void test_faults(const World& world, const char* faults, bool packed, bool has_second) {
+// What a lookup under faults has answered: every row is the right one, or poison with a report; nothing in between.
+void expect_answer(const World& world, const std::vector<int64_t>& ids, uint32_t format, const Output& output,
+                   int32_t result, const es_error& error) {
+  CHECK(result == ES_OK || result == ES_FAILED);
+  uint64_t poisoned = 0;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (result == ES_FAILED && is_poison(world, format, output, i)) {
+      expect_poison(world, format, output, i);
+      ++poisoned;
+    } else {
+      expect_row(world, ids[i], format, output, i);
+    }
+  }
+  if (result == ES_OK) return;
+  CHECK(poisoned >= error.num_rows && error.num_rows > 0);
+  CHECK(error.kind == ES_KIND_IO || error.kind == ES_KIND_SHORT_READ || error.kind == ES_KIND_CHECKSUM ||
+        error.kind == ES_KIND_DEADLINE);
+  CHECK(error.row < kTotal && std::strstr(error.message, "row "));
+  if (error.file[0]) CHECK(error.block != UINT64_MAX && std::strstr(error.message, error.file));
+}
+
+// Random faults, one lookup at a time; nothing hangs.
+void test_faults(const World& world, const char* faults, bool packed, bool has_second, uint64_t seed = 0) {
   for (uint32_t backend = ES_BACKEND_IO_URING; backend <= ES_BACKEND_POOL; ++backend) {
     es_options options = options_for(backend, 1 << 16);
     options.faults = faults;
@@ -403,7 +424,7 @@ void test_faults(const World& world, const char* faults, bool packed, bool has_s
     options.retries = 1;
     const es_table second = packed ? world.in_place() : world.pack();
     Opened opened({packed ? world.pack() : world.in_place()}, options, has_second ? &second : nullptr);
-    Random random(backend);
+    Random random(seed + backend);
     uint64_t failed = 0;
     for (int round = 0; round < 60; ++round) {
       const std::vector<int64_t> ids = some_ids(&random, 1 + random.below(60));
@@ -412,24 +433,8 @@ void test_faults(const World& world, const char* faults, bool packed, bool has_s
       const es_request request = request_for(world, ids, format, output.out.data(), output.scales.data(), round & 1);
       es_error error;
       const int32_t result = es_gather(opened.store, &request, &error);
-      CHECK(result == ES_OK || result == ES_FAILED);
-      uint64_t poisoned = 0;
-      for (size_t i = 0; i < ids.size(); ++i) {
-        if (result == ES_FAILED && is_poison(world, format, output, i)) {
-          expect_poison(world, format, output, i);
-          ++poisoned;
-        } else {
-          expect_row(world, ids[i], format, output, i);
-        }
-      }
-      if (result == ES_FAILED) {
-        ++failed;
-        CHECK(poisoned >= error.num_rows && error.num_rows > 0);
-        CHECK(error.kind == ES_KIND_IO || error.kind == ES_KIND_SHORT_READ || error.kind == ES_KIND_CHECKSUM ||
-              error.kind == ES_KIND_DEADLINE);
-        CHECK(error.row < kTotal && std::strstr(error.message, "row "));
-        if (error.file[0]) CHECK(error.block != UINT64_MAX && std::strstr(error.message, error.file));
-      }
+      expect_answer(world, ids, format, output, result, error);
+      failed += result == ES_FAILED;
     }
     expect_sums(opened.store);
     const es_counters c = counters_of(opened.store);
@@ -516,13 +521,18 @@ void test_second_source_is_checked() {
   expect_sums(opened.store);
 }
 
-void test_concurrency(const World& one, const World& two) {
+// Six threads on one store of two tables, with tickets that are waited for, polled or given up.
+void test_concurrency(const World& one, const World& two, bool two_packed = false, const char* faults = nullptr,
+                      uint64_t seed = 0) {
   for (uint32_t backend = ES_BACKEND_IO_URING; backend <= ES_BACKEND_POOL; ++backend) {
-    Opened opened({one.pack(), two.in_place()}, options_for(backend, 1 << 17));
+    es_options options = options_for(backend, 1 << 17);
+    options.faults = faults;
+    options.retries = 1;
+    Opened opened({one.pack(), two_packed ? two.pack() : two.in_place()}, options);
     std::vector<std::thread> threads;
     for (int t = 0; t < 6; ++t) {
       threads.emplace_back([&, t] {
-        Random random(static_cast<uint64_t>(t) + 100);
+        Random random(seed + static_cast<uint64_t>(t) + 100);
         for (int round = 0; round < 40; ++round) {
           const World& world = random.below(2) ? one : two;
           const size_t count = t == 0 ? 3000 : 1 + random.below(50);
@@ -541,8 +551,9 @@ void test_concurrency(const World& one, const World& two) {
             continue;
           }
           if (random.below(2)) es_poll(opened.store, ticket, &error);
-          CHECK_EQ(es_wait(opened.store, ticket, 20000000, &error), ES_OK);
-          for (size_t i = 0; i < count; ++i) expect_row(world, ids[i], format, output, i);
+          const int32_t result = es_wait(opened.store, ticket, 20000000, &error);
+          CHECK(result == ES_OK || faults);
+          expect_answer(world, ids, format, output, result, error);
           CHECK_EQ(es_release(opened.store, ticket), ES_OK);
         }
       });
@@ -694,24 +705,26 @@ void test_prefetch_is_capped(const World& world) {
   expect_sums(opened.store);
 }
 
-// Everything random, for as long as asked: sources, backends, faults, threads.
+// Everything random, for as long as asked: ids, sources, backends, faults, threads.
 // `may_hang`: a store that is closed while the device still owes it answers keeps its buffers for good, on purpose.
 void soak(const World& fp8, const World& fp4, long seconds, bool may_hang) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
   Random random(static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count()));
   for (uint64_t round = 1; std::chrono::steady_clock::now() < until; ++round) {
-    const bool packed = random.below(2) != 0, has_second = random.below(2) != 0;
-    const uint64_t percent = 1 + random.below(20);
-    std::string faults = "seed=" + std::to_string(random.below(1u << 30));
+    const bool packed = random.below(2) != 0, has_second = random.below(2) != 0, both_packed = random.below(2) != 0;
+    const uint64_t percent = 1 + random.below(20), seed = random.below(1u << 30);
+    std::string faults = "seed=" + std::to_string(seed);
     for (const char* kind : {",eio=0.", ",short=0.", ",delay=0."})
       faults += kind + std::string(percent < 10 ? "0" : "") + std::to_string(percent);
-    if (packed && !has_second) faults += ",flip=0.2";  // elsewhere a flipped bit may meet no checksum
-    if (may_hang && random.below(4) == 0) faults += ",hang=0.0005";
-    std::printf("round %llu: %s %s %s\n", static_cast<unsigned long long>(round), packed ? "pack" : "shard",
-                has_second ? "with second source" : "alone", faults.c_str());
+    const std::string flips = faults + ",flip=0.2";  // only where every byte meets a checksum
+    std::string alone = packed && !has_second ? flips : faults;
+    if (may_hang && random.below(4) == 0) alone += ",hang=0.0005";
+    std::printf("round %llu: %s %s %s; then threads on %s %s\n", static_cast<unsigned long long>(round),
+                packed ? "pack" : "shard", has_second ? "with second source" : "alone", alone.c_str(),
+                both_packed ? "packs" : "pack and shard", both_packed ? flips.c_str() : faults.c_str());
     std::fflush(stdout);
-    test_faults(random.below(2) ? fp8 : fp4, faults.c_str(), packed, has_second);
-    test_concurrency(fp8, fp4);
+    test_faults(random.below(2) ? fp8 : fp4, alone.c_str(), packed, has_second, seed);
+    test_concurrency(fp8, fp4, both_packed, both_packed ? flips.c_str() : faults.c_str(), seed);
   }
 }
 
@@ -743,6 +756,7 @@ int main(int argc, char** argv) {
     test_faults(fp8, "seed=6,flip=0.3,eio=0.02", true, false);
     test_faults(fp4, "seed=7,flip=0.3", true, false);
     test_concurrency(fp8, fp4);
+    test_concurrency(fp8, fp4, true, "seed=8,eio=0.1,short=0.1,flip=0.2,delay=0.1:500");
   }
   test_strides_and_narrow_ids(fp8);
   test_refusals(fp8);

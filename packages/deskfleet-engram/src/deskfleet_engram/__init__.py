@@ -25,18 +25,14 @@ from deskfleet_engram.native import IoClass, NativeOptions, NativeReader, Native
 from deskfleet_engram.ownership import PAD_COLUMN, ColumnOwnership, RowOwnership
 from deskfleet_engram.portable import (
     NOT_MINE,
+    NOT_MINE_NVFP4_SCALE,
     NOT_MINE_SCALE,
     PortableStore,
     ReadCounters,
     RowSource,
     decode_rows,
 )
-from deskfleet_engram.portable_pack import (
-    NOT_MINE_NVFP4_SCALE,
-    PackCounters,
-    PortablePack,
-    decode_nvfp4_rows,
-)
+from deskfleet_engram.portable_pack import PackCounters, PortablePack, decode_nvfp4_rows
 from deskfleet_engram.source import Source, SourceTable, open_source
 from deskfleet_engram.store import (
     EngramStore,

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskfleet_engram.errors import GeometryError, RowError
+from deskfleet_engram.fileio import hole_within
+from deskfleet_engram.format import NVFP4_FORMAT, RowFormat
 
 NOT_MINE = -1
 """Row id of a row that another rank owns."""
@@ -26,36 +28,33 @@ NOT_MINE = -1
 NOT_MINE_SCALE = 127
 """Scale byte of a NOT_MINE row: 2**0, so that its zero codes decode to plain zeros."""
 
-_CODE_BYTES = 1  # one F8_E4M3 code per value, one F8_E8M0 byte per scale
+NOT_MINE_NVFP4_SCALE = 0x38
+"""Scale byte of a NOT_MINE row of NVFP4: the E4M3 code of 1, so that zero codes decode to plain zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where one table lies: two byte ranges of one file, rows contiguous in both.
+    """Where one table lies: a byte range of codes and one of scales, rows contiguous in both.
 
-    Offsets are absolute in the file (safetensors header included). A row is `head_dim` F8_E4M3 codes and
-    `head_dim // scale_block` F8_E8M0 scales. `table` is the name that errors use; `layer` the number that the native
-    reader's use, where it is known.
+    Offsets are absolute in the file (safetensors header included). `scale_path` is the scales' file where it is not
+    `path`. `table` is the name that errors use; `layer` the number that the native reader's use, where it is known.
+    `global_scale` is the factor of NVFP4 rows, which only decoding needs.
     """
 
     path: Path
     weight_offset_bytes: int
     scale_offset_bytes: int
     num_rows: int
-    head_dim: int
-    scale_block: int = 32
+    rows: RowFormat
     table: str = "engram table"
     layer: int | None = None
+    scale_path: Path | None = None
+    global_scale: float = 1.0
 
     @property
-    def num_scales(self) -> int:
-        """Scales per row."""
-        return self.head_dim // self.scale_block
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes read for one row: codes and scales."""
-        return (self.head_dim + self.num_scales) * _CODE_BYTES
+    def paths(self) -> tuple[Path, Path]:
+        """The file of the codes and that of the scales."""
+        return self.path, self.scale_path or self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +77,35 @@ class PortableStore:
     `with PortableStore(source) as store:` or `open()` and `close()`. Closing waits for running lookups.
     """
 
-    def __init__(self, source: RowSource) -> None:
-        """Keep the description; nothing is opened yet. Raises GeometryError when it cannot be right."""
+    def __init__(self, source: RowSource, *, allow_holes: bool = False) -> None:
+        """Keep the description; nothing is opened yet. Raises GeometryError when it cannot be right.
+
+        Files with holes, as incomplete copies have, do not open unless `allow_holes`: a hole reads as zeros.
+        """
         _check_source(source)
         self.source = source
+        self._allow_holes = allow_holes
         self._condition = threading.Condition()
-        self._fd: int | None = None
+        self._fds: tuple[int, int] | None = None  # of codes and scales
         self._num_running = 0
         self._counters = ReadCounters()
 
     def open(self) -> Self:
-        """Open the file and check that it is long enough for the whole table; a no-op when already open.
+        """Open the files and check that they hold the whole table; a no-op when already open.
 
         Raises RowError naming the file.
         """
         with self._condition:
-            if self._fd is None:
-                self._fd = _open_checked(self.source)
+            if self._fds is None:
+                self._fds = _open_checked(self.source, self._allow_holes)
         return self
 
     def close(self) -> None:
-        """Close the file, after running lookups ended. Closing twice is allowed."""
+        """Close the files, after running lookups ended. Closing twice is allowed."""
         with self._condition:
             self._condition.wait_for(lambda: self._num_running == 0)
-            fd, self._fd = self._fd, None
-        if fd is not None:
+            fds, self._fds = self._fds, None
+        for fd in fds or ():
             os.close(fd)
 
     def __enter__(self) -> Self:
@@ -124,9 +127,9 @@ class PortableStore:
     ) -> None:
         """Fill the outputs with the rows named by `row_ids` int64 [...].
 
-        `out_codes` uint8 [..., head_dim] receives E4M3 codes, `out_scales` uint8 [..., num_scales] E8M0
-        bytes; a value is `e4m3(code) * 2**(byte - 127)` (specification §7.4). A row id NOT_MINE (-1)
-        gives zero codes and scale bytes of 127. A row named twice is read once.
+        `out_codes` uint8 [..., weight_bytes] and `out_scales` uint8 [..., scale_bytes] receive the row's two parts;
+        `decode_rows` (specification §7.4) and `decode_nvfp4_rows` say what they mean. A row id NOT_MINE (-1) gives zero
+        codes and scales of one. A row named twice is read once.
 
         Raises RowError for a row outside the table, and when the file is closed, ends early or fails; the
         outputs are then untouched, so a row that exists is never answered with zeros.
@@ -136,8 +139,9 @@ class PortableStore:
         wanted, where = np.unique(row_ids[mine], return_inverse=True)
         _check_rows(self.source, wanted)
         # One row more than asked: the last one is what NOT_MINE gets.
-        codes = np.zeros((wanted.size + 1, self.source.head_dim), dtype=np.uint8)
-        scales = np.full((wanted.size + 1, self.source.num_scales), NOT_MINE_SCALE, dtype=np.uint8)
+        rows = self.source.rows
+        codes = np.zeros((wanted.size + 1, rows.weight_bytes), dtype=np.uint8)
+        scales = np.full((wanted.size + 1, rows.scale_bytes), not_mine_scale(rows), dtype=np.uint8)
         num_reads = self._read(wanted, codes, scales)
         pick = np.full(row_ids.shape, wanted.size, dtype=np.int64)
         pick[mine] = where.reshape(-1)
@@ -147,27 +151,26 @@ class PortableStore:
 
     def _read(self, wanted: NDArray[np.int64], codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> int:
         """Read ascending rows, neighbours together; return the number of system calls."""
-        fd = self._enter()
+        fds = self._enter()
+        offsets = (self.source.weight_offset_bytes, self.source.scale_offset_bytes)
+        parts = list(zip(fds, self.source.paths, offsets, (codes, scales), strict=True))
         try:
             num_reads = 0
             for first, last in _runs(wanted):
                 row = int(wanted[first])
-                for offset, target in (
-                    (self.source.weight_offset_bytes, codes),
-                    (self.source.scale_offset_bytes, scales),
-                ):
+                for fd, path, offset, target in parts:
                     begin = offset + row * target.shape[1]
-                    num_reads += _read_exactly(self.source, fd, row, begin, target[first:last])
+                    num_reads += _read_exactly(fd, path, self.source.table, row, begin, target[first:last])
             return num_reads
         finally:
             self._leave()
 
-    def _enter(self) -> int:
+    def _enter(self) -> tuple[int, int]:
         with self._condition:
-            if self._fd is None:
+            if self._fds is None:
                 raise RowError(f"{self.source.path}: {self.source.table} is not open")
             self._num_running += 1
-            return self._fd
+            return self._fds
 
     def _leave(self) -> None:
         with self._condition:
@@ -180,9 +183,14 @@ class PortableStore:
             self._counters = ReadCounters(
                 num_rows=so_far.num_rows + num_rows,
                 num_unique=so_far.num_unique + num_unique,
-                read_bytes=so_far.read_bytes + num_unique * self.source.row_bytes,
+                read_bytes=so_far.read_bytes + num_unique * self.source.rows.row_bytes,
                 num_reads=so_far.num_reads + num_reads,
             )
+
+
+def not_mine_scale(rows: RowFormat) -> int:
+    """Return the scale byte of a NOT_MINE row."""
+    return NOT_MINE_NVFP4_SCALE if rows.format_id == NVFP4_FORMAT else NOT_MINE_SCALE
 
 
 def decode_rows(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -219,18 +227,11 @@ _E4M3_VALUES = _e4m3_values()
 
 
 def _check_source(source: RowSource) -> None:
-    if source.num_rows < 1 or source.head_dim < 1 or source.scale_block < 1:
-        raise GeometryError(
-            f"{source.table}: {source.num_rows} rows of {source.head_dim} values in blocks of "
-            f"{source.scale_block}; each must be at least 1"
-        )
-    if source.head_dim % source.scale_block:
-        raise GeometryError(
-            f"{source.table}: rows of {source.head_dim} values are no whole number of scale blocks of "
-            f"{source.scale_block}"
-        )
+    if source.num_rows < 1:
+        raise GeometryError(f"{source.table}: {source.num_rows} rows; there must be at least 1")
     weight, scale = _spans(source)
-    if min(weight[0], scale[0]) < 0 or (weight[0] < scale[1] and scale[0] < weight[1]):
+    is_one_file = len(set(source.paths)) == 1
+    if min(weight[0], scale[0]) < 0 or (is_one_file and weight[0] < scale[1] and scale[0] < weight[1]):
         raise GeometryError(
             f"{source.table}: weight bytes {weight[0]}..{weight[1]} and scale bytes {scale[0]}..{scale[1]} "
             "must not overlap or be negative"
@@ -241,22 +242,36 @@ def _spans(source: RowSource) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the [begin, end) byte ranges of weights and scales."""
     weight, scale = source.weight_offset_bytes, source.scale_offset_bytes
     return (
-        (weight, weight + source.num_rows * source.head_dim * _CODE_BYTES),
-        (scale, scale + source.num_rows * source.num_scales * _CODE_BYTES),
+        (weight, weight + source.num_rows * source.rows.weight_bytes),
+        (scale, scale + source.num_rows * source.rows.scale_bytes),
     )
 
 
-def _open_checked(source: RowSource) -> int:
-    needed = max(end for _, end in _spans(source))
+def _open_checked(source: RowSource, allow_holes: bool) -> tuple[int, int]:
+    """Open the files of codes and scales; where both are one, it is opened twice."""
+    fds: list[int] = []
     try:
-        fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise RowError(f"{source.path}: cannot open {source.table}: {error.strerror}") from error
-    size = os.fstat(fd).st_size
-    if size < needed:
-        os.close(fd)
-        raise RowError(f"{source.path}: {source.table} ends at byte {needed}, but the file has {size} bytes")
-    return fd
+        for path, (begin, needed) in zip(source.paths, _spans(source), strict=True):
+            try:
+                fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                raise RowError(f"{path}: cannot open {source.table}: {error.strerror}") from error
+            size = os.fstat(fds[-1]).st_size
+            if size < needed:
+                raise RowError(f"{path}: {source.table} ends at byte {needed}, but the file has {size} bytes")
+            hole = None if allow_holes else hole_within(fds[-1], begin, needed)
+            if hole is not None:
+                raise RowError(
+                    f"{path}: never written from byte {hole} on; {source.table} spans {begin} to {needed}",
+                    path=path,
+                    kind="hole",
+                    hint="the file is an incomplete copy; fetch it again",
+                )
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds[0], fds[1]
 
 
 def _check_outputs(
@@ -268,8 +283,8 @@ def _check_outputs(
     if row_ids.dtype != np.int64:
         raise RowError(f"{source.table}: row ids must be int64, got {row_ids.dtype}")
     for name, array, width in (
-        ("out_codes", out_codes, source.head_dim),
-        ("out_scales", out_scales, source.num_scales),
+        ("out_codes", out_codes, source.rows.weight_bytes),
+        ("out_scales", out_scales, source.rows.scale_bytes),
     ):
         expected = (*row_ids.shape, width)
         if array.shape != expected or array.dtype != np.uint8:
@@ -295,7 +310,7 @@ def _runs(wanted: NDArray[np.int64]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _read_exactly(source: RowSource, fd: int, row: int, begin: int, target: NDArray[np.uint8]) -> int:
+def _read_exactly(fd: int, path: Path, table: str, row: int, begin: int, target: NDArray[np.uint8]) -> int:
     """Fill `target` from byte `begin`; return the number of system calls, for one may give less."""
     buffer = target.reshape(-1).data
     done = num_reads = 0
@@ -304,14 +319,21 @@ def _read_exactly(source: RowSource, fd: int, row: int, begin: int, target: NDAr
         try:
             count = os.preadv(fd, [buffer[done:]], begin + done)
         except OSError as error:
-            raise RowError(f"{source.path}: reading row {at} of {source.table}: {error.strerror}") from error
+            raise RowError(f"{path}: reading row {at} of {table}: {error.strerror}") from error
         num_reads += 1
         if count == 0:
-            raise RowError(
-                f"{source.path}: the file ends at byte {begin + done}, inside row {at} of {source.table}"
-            )
+            raise RowError(f"{path}: the file ends at byte {begin + done}, inside row {at} of {table}")
         done += count
     return num_reads
 
 
-__all__ = ["NOT_MINE", "NOT_MINE_SCALE", "PortableStore", "ReadCounters", "RowSource", "decode_rows"]
+__all__ = [
+    "NOT_MINE",
+    "NOT_MINE_NVFP4_SCALE",
+    "NOT_MINE_SCALE",
+    "PortableStore",
+    "ReadCounters",
+    "RowSource",
+    "decode_rows",
+    "not_mine_scale",
+]

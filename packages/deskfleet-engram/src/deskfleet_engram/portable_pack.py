@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from deskfleet_engram.blocks import block_rows, check_headers, row_crcs, stored_crcs
 from deskfleet_engram.errors import IdentityError, RowError, SourceError
 from deskfleet_engram.file_check import check_outside
-from deskfleet_engram.format import BLOCK_BYTES, NVFP4_FORMAT, ColumnLayout
+from deskfleet_engram.format import BLOCK_BYTES, ColumnLayout
 from deskfleet_engram.geometry import EngramGeometry
 from deskfleet_engram.manifest import (
     PackIdentity,
@@ -33,11 +33,8 @@ from deskfleet_engram.manifest import (
     identity_of,
     read_manifest,
 )
-from deskfleet_engram.portable import NOT_MINE, NOT_MINE_SCALE, decode_rows
-from deskfleet_engram.source import Source, SourceTable, read_rows
-
-NOT_MINE_NVFP4_SCALE = 0x38
-"""Scale byte of a NOT_MINE row of NVFP4: the E4M3 code of 1, so that zero codes decode to plain zeros."""
+from deskfleet_engram.portable import NOT_MINE, decode_rows, not_mine_scale
+from deskfleet_engram.source import Source, SourceTable, read_rows, source_hole
 
 _RETRIES = 2
 _MAX_RUN = 256  # blocks read by one call
@@ -167,8 +164,7 @@ class PortablePack:
             wanted, where = np.unique(row_ids[mine], return_inverse=True)
             # One row more than asked: the last one is what NOT_MINE gets.
             found = np.zeros((wanted.size + 1, rows.row_bytes), dtype=np.uint8)
-            is_nvfp4 = rows.format_id == NVFP4_FORMAT
-            found[:, rows.weight_bytes :] = NOT_MINE_NVFP4_SCALE if is_nvfp4 else NOT_MINE_SCALE
+            found[:, rows.weight_bytes :] = not_mine_scale(rows)
             for column, first, last in self._by_column(wanted):
                 if column not in files and self._zero_for_others:
                     continue
@@ -196,6 +192,13 @@ class PortablePack:
             name = str(self._second_source.directory)
             check_same_identity(identity, wanted, found_name=str(self.pack_dir), wanted_name=name)
             self._second_table = self._second_source.table(self.layer)
+            hole = source_hole(self._second_table, 0, self._second_table.num_rows)
+            if hole is not None:
+                raise RowError(
+                    f"{hole[0]}: never written from byte {hole[1]} on; the second source is an incomplete copy",
+                    path=hole[0],
+                    kind="hole",
+                )
         held = manifest.columns(self.layer)
         columns = held if self._columns is None else self._columns
         missing = sorted(set(columns) - set(held))
@@ -439,4 +442,4 @@ def _find_problems(
     return problems
 
 
-__all__ = ["NOT_MINE_NVFP4_SCALE", "PackCounters", "PortablePack", "decode_nvfp4_rows"]
+__all__ = ["PackCounters", "PortablePack", "decode_nvfp4_rows"]

@@ -63,20 +63,17 @@ class SourceTable:
     global_scale: np.float32 | None
 
     def row_source(self) -> RowSource:
-        """Return what PortableStore reads. Raises SourceError unless rows are FP8 and lie in one shard."""
-        if self.rows.format_id != FP8_FORMAT or self.weight.path != self.scale.path:
-            raise SourceError(
-                f"{self.weight.name}: {self.rows.name} rows in {self.weight.path.name} with scales in "
-                f"{self.scale.path.name} cannot be read in place; only fp8 rows of one shard can"
-            )
+        """Return what PortableStore reads."""
         return RowSource(
             path=self.weight.path,
             weight_offset_bytes=self.weight.offset_bytes,
             scale_offset_bytes=self.scale.offset_bytes,
             num_rows=self.num_rows,
-            head_dim=self.rows.head_dim,
-            scale_block=self.rows.scale_block,
+            rows=self.rows,
             table=self.weight.name.removesuffix(".weight"),
+            layer=self.layer,
+            scale_path=self.scale.path,
+            global_scale=1.0 if self.global_scale is None else float(self.global_scale),
         )
 
 

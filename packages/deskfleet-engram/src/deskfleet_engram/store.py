@@ -212,7 +212,7 @@ def open_stores(
     try:
         for place in wanted:
             report = StoreReport("portable", reason, isinstance(place, PackedLayer))
-            store = _open_portable(place)
+            store = _open_portable(place, allow_holes=options is not None and options.allow_holes)
             opened.append(OpenStore(store, report, store.close))
     except BaseException:
         for done in opened:
@@ -276,11 +276,12 @@ def _place(place: RowSource | SourceTable | PackedLayer, position: int) -> Table
     )
 
 
-def _open_portable(place: RowSource | SourceTable | PackedLayer) -> PortableStore | PortablePack:
-    if isinstance(place, SourceTable):
-        return PortableStore(place.row_source()).open()
-    if isinstance(place, RowSource):
-        return PortableStore(place).open()
+def _open_portable(
+    place: RowSource | SourceTable | PackedLayer, *, allow_holes: bool
+) -> PortableStore | PortablePack:
+    if not isinstance(place, PackedLayer):
+        source = place.row_source() if isinstance(place, SourceTable) else place
+        return PortableStore(source, allow_holes=allow_holes).open()
     return PortablePack(
         place.pack_dir,
         place.layer,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deskfleet_engram.errors import IdentityError
-from deskfleet_engram.format import FP8_FORMAT, RowFormat
+from deskfleet_engram.format import RowFormat
 from deskfleet_engram.geometry import EngramGeometry
 from deskfleet_engram.manifest import (
     Manifest,
@@ -77,12 +77,13 @@ class TablePlace:
 
 def place_of_rows(source: RowSource, *, layer: int = 0) -> TablePlace:
     """Return the place that PortableStore reads; `layer` is only a label."""
-    num_scales = source.num_scales
+    path, scale_path = source.paths
     return TablePlace(
         layer=layer,
-        rows=RowFormat(FP8_FORMAT, "fp8", source.head_dim, source.head_dim, num_scales),
+        rows=source.rows,
         num_rows=source.num_rows,
-        first=ShardPlace(source.path, source.weight_offset_bytes, source.path, source.scale_offset_bytes),
+        first=ShardPlace(path, source.weight_offset_bytes, scale_path, source.scale_offset_bytes),
+        global_scale=source.global_scale,
         name=source.table,
     )
 

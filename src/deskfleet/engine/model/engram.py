@@ -26,6 +26,7 @@ from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layers import LayerPlan
 from deskfleet.model.packs import PackedTables
 from deskfleet_engram.errors import EngramError
+from deskfleet_engram.format import fp8_rows
 from deskfleet_engram.manifest import open_source_as, read_manifest
 from deskfleet_engram.native import Ticket
 from deskfleet_engram.portable import NOT_MINE_SCALE, RowSource
@@ -92,7 +93,7 @@ def _row_source(reader: ShardReader, layer: int) -> RowSource:
         weight_offset_bytes=weight.offset_bytes,
         scale_offset_bytes=scale.offset_bytes,
         num_rows=weight.shape[0],
-        head_dim=reader.plan.config.engram_head_dim,
+        rows=fp8_rows(reader.plan.config.engram_head_dim),
         table=f"{prefix}.embed",
         layer=layer,
     )
@@ -115,8 +116,8 @@ def _packed_layers(reader: ShardReader, pack: PackedTables) -> list[PackedLayer]
     ]
 
 
-class Engram:
-    """Adds a gated n-gram row lookup to the stream before a block."""
+class EngramRows:
+    """Asks the disk for one layer's rows and gathers them over the ranks."""
 
     def __init__(
         self,
@@ -126,7 +127,6 @@ class Engram:
         comm: Communicator,
         tables: Tables,
     ) -> None:
-        prefix = f"{layer.prefix}.engram"
         self.config = config
         self.layer = layer
         self.comm = comm
@@ -136,9 +136,6 @@ class Engram:
         self.column_order = torch.from_numpy(self.ownership.gather_order())
         self.tables = tables
         self.store = tables.stores.get(layer.index)
-        self.wkv = reader.fp8(f"{prefix}.wkv")
-        q_weight, k_weight = reader.matrix(f"{prefix}.q_weight"), reader.matrix(f"{prefix}.k_weight")
-        self.gate_weight = (q_weight.to(torch.float64) * k_weight).to(torch.float32)  # (C, M)
 
     def request(self, engram_ids: np.ndarray) -> RowRequest:
         """Ask the disk for this rank's columns of ids int64 [T, Engram layers, columns]. Raises EngineError.
@@ -159,8 +156,20 @@ class Engram:
                 raise self._failure(error) from error
         return RowRequest(ids, codes, scales, ticket)
 
-    def rows(self, request: RowRequest) -> Tensor:
-        """Rows bf16 [T, columns, D], from the ranks that own them, once the disk has answered.
+    def codes(self, request: RowRequest) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [T, columns, D] and scales uint8 [T, columns, D/32] as they are stored, of all ranks.
+
+        Raises EngineError (see `wait`).
+        """
+        self.wait(request)
+        codes, scales = (
+            torch.cat(self.comm.all_gather(torch.from_numpy(part)), 1)[:, self.column_order]
+            for part in (request.codes, request.scales)
+        )
+        return codes, scales
+
+    def wait(self, request: RowRequest) -> None:
+        """Return once the disk has answered.
 
         Raises EngineError when the disk fails: a row that exists is never replaced by zeros.
         """
@@ -173,12 +182,34 @@ class Engram:
         except EngramError as error:
             raise self._failure(error) from error
         self.tables.wait_s += time.monotonic() - begin
-        local = ops.decode_fp8_rows(torch.from_numpy(request.codes), torch.from_numpy(request.scales))
-        parts = self.comm.all_gather(local)  # (T, h, D) each
-        return torch.cat(parts, 1)[:, self.column_order]
 
     def _failure(self, error: EngramError) -> EngineError:
         return EngineError(f"engram rows of layer {self.layer.index}: {error}")
+
+
+class Engram(EngramRows):
+    """Adds a gated n-gram row lookup to the stream before a block."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: LayerPlan,
+        reader: ShardReader,
+        comm: Communicator,
+        tables: Tables,
+    ) -> None:
+        super().__init__(config, layer, reader, comm, tables)
+        prefix = f"{layer.prefix}.engram"
+        self.wkv = reader.fp8(f"{prefix}.wkv")
+        q_weight, k_weight = reader.matrix(f"{prefix}.q_weight"), reader.matrix(f"{prefix}.k_weight")
+        self.gate_weight = (q_weight.to(torch.float64) * k_weight).to(torch.float32)  # (C, M)
+
+    def rows(self, request: RowRequest) -> Tensor:
+        """Rows bf16 [T, columns, D], from the ranks that own them. Raises EngineError (see `wait`)."""
+        self.wait(request)
+        local = ops.decode_fp8_rows(torch.from_numpy(request.codes), torch.from_numpy(request.scales))
+        parts = self.comm.all_gather(local)  # (T, h, D) each
+        return torch.cat(parts, 1)[:, self.column_order]
 
     def __call__(self, stream: Tensor, step: Step) -> Tensor:
         """stream bf16 [T, C, M] -> the same with the gated value added to each copy."""
@@ -198,4 +229,4 @@ class Engram:
         return output
 
 
-__all__ = ["Engram", "RowRequest", "Tables"]
+__all__ = ["Engram", "EngramRows", "RowRequest", "Tables"]

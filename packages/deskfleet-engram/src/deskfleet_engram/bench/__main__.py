@@ -1,6 +1,7 @@
 """`python -m deskfleet_engram.bench`: measures the row store on this machine, beside fio and other ways of reading.
 
-Makes a pack of random rows, or takes a real one with --pack, and prints a table, or with --json one object.
+Makes a pack of random rows, or takes a real one with --pack, and prints a table, or with --json one object: every
+ratio by its name, and under `ratios` with its target and meaning.
 Exit codes: 0 measured, whatever the numbers are; 2 bad input; 3 a machine or file failed.
 """
 
@@ -43,9 +44,11 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, EngramError) else 3
+    numbers = {name: ratio["value"] for name, ratio in result["ratios"].items()}
+    text = json.dumps({**numbers, **result})
     if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-    print(json.dumps(result) if args.json else "\n".join(lines_of(result)))
+        args.out.write_text(text + "\n")
+    print(text if args.json else "\n".join(lines_of(result)))
     return 0
 
 

@@ -20,7 +20,8 @@ LAYER = 1
 COMPRESSED_VOCAB_SIZE = 99_092
 _HEADS, _MAX_NGRAM, _HEAD_DIM, _PAD_ID = 8, 4, 256, 2
 _PIECE_BYTES = 8 << 20
-_FINITE = 0xBF  # the highest bit of e4m3's exponent, and scales of at most 2^64: no byte is a NaN then
+_FINITE = 0xBF  # all but the highest bit of e4m3's exponent: no code is a NaN then
+_SMALL_SCALES, _SMALLEST_SCALE = 0x07, 0x78  # 2^-7 to 1
 
 
 def make_checkpoint(
@@ -33,7 +34,8 @@ def make_checkpoint(
 ) -> Source:
     """Write a checkpoint whose pack takes about `pack_bytes`, a shard per layer, and return its description.
 
-    `is_finite`: no row has a NaN, as published ones have none, so that a NaN can only be a reader's. Raises OSError.
+    `is_finite`: no row has a NaN, as published ones have none, so that a NaN can only be a reader's; and all values are
+    below 2. Raises OSError.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rows = fp8_rows(_HEAD_DIM)
@@ -69,14 +71,18 @@ def make_checkpoint(
                 "data_offsets": [end, end + num_rows * width],
             }
             end += num_rows * width
-        _write_shard(directory / shard, json.dumps(header).encode(), end, seed + layer, is_finite=is_finite)
+        border = num_rows * rows.weight_bytes if is_finite else None
+        _write_shard(directory / shard, json.dumps(header).encode(), end, seed + layer, border)
         shards.update(dict.fromkeys(header, shard))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     return open_source(directory, repo="deskfleet-engram-bench")
 
 
-def _write_shard(path: Path, header: bytes, data_bytes: int, seed: int, *, is_finite: bool) -> None:
-    """Write header and random bytes, past the page cache. Every piece differs, as deduplicating disks would notice."""
+def _write_shard(path: Path, header: bytes, data_bytes: int, seed: int, border: int | None) -> None:
+    """Write header and random bytes, past the page cache. Every piece differs, as deduplicating disks would notice.
+
+    With a `border`, bytes before it are codes that are numbers, bytes from there on small scales.
+    """
     header += b" " * (-(8 + len(header)) % 8)
     total = 8 + len(header) + data_bytes
     random = np.random.default_rng(seed)
@@ -85,8 +91,10 @@ def _write_shard(path: Path, header: bytes, data_bytes: int, seed: int, *, is_fi
     try:
         for offset in range(0, total, _PIECE_BYTES):
             piece[:] = np.frombuffer(random.bytes(_PIECE_BYTES), dtype=np.uint8)
-            if is_finite:
-                piece &= _FINITE
+            if border is not None:
+                num_codes = max(0, 8 + len(header) + border - offset)
+                piece[:num_codes] &= _FINITE
+                piece[num_codes:] = (piece[num_codes:] & _SMALL_SCALES) + _SMALLEST_SCALE
             if offset == 0:
                 head = len(header).to_bytes(8, "little") + header
                 piece[: len(head)] = np.frombuffer(head, dtype=np.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskfleet_engram.bench.measure import BATCHES, Sample
@@ -36,8 +36,8 @@ class Samples:
         """Return the samples by round."""
         return self._by.get((kind, method, batch), {})
 
-    def median(self, value: Callable[[Samples, int], float]) -> float | None:
-        """Return the median over rounds, of those in which `value` finds what it needs."""
+    def values(self, value: Callable[[Samples, int], float]) -> list[float]:
+        """Return `value` of every round in which it finds what it needs."""
         rounds = {number for found in self._by.values() for number in found}
         values = []
         for number in sorted(rounds):
@@ -45,6 +45,11 @@ class Samples:
                 values.append(value(self, number))
             except KeyError:
                 continue
+        return values
+
+    def median(self, value: Callable[[Samples, int], float]) -> float | None:
+        """Return the median over rounds, of those in which `value` finds what it needs."""
+        values = self.values(value)
         return statistics.median(values) if values else None
 
 
@@ -92,6 +97,22 @@ def ratios(samples: Sequence[Sample], no_fio: str | None) -> dict[str, dict[str,
         if measured is None:
             found[ratio.name]["reason"] = no_fio if no_fio and "fio" in ratio.name else "not measured"
     return found
+
+
+def fio_for_native(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with fio's batches and prefills in the place of the reader's: what a ratio would be if the
+    reader were fio, which neither knows rows nor checks them."""
+    num_rows = {
+        (s.kind, s.batch, s.round): s.num_rows / s.num_reads
+        for s in samples
+        if s.method == "native" and s.num_reads
+    }
+    stand_ins = [
+        replace(s, method="native", num_rows=round(s.num_reads * num_rows[s.kind, s.batch, s.round]))
+        for s in samples
+        if s.method == "fio" and (s.kind, s.batch, s.round) in num_rows
+    ]
+    return [s for s in samples if s.method != "native"] + stand_ins
 
 
 def _rate_to_fio(kind: str, batch: int, fio_kind: str) -> Callable[[Samples, int], float]:
@@ -297,4 +318,15 @@ def _median(values: Iterable[float | None]) -> float | None:
     return round(statistics.median(known), 1) if known else None
 
 
-__all__ = ["METHODS", "RATIOS", "Ratio", "cpu_per_read_s", "rate", "rates", "ratios", "reads_rate"]
+__all__ = [
+    "METHODS",
+    "RATIOS",
+    "Ratio",
+    "Samples",
+    "cpu_per_read_s",
+    "fio_for_native",
+    "rate",
+    "rates",
+    "ratios",
+    "reads_rate",
+]
