@@ -17,6 +17,7 @@ from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.tables import BlockTables
 from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.embedded import POCKET, locate
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import RunnerLimits, resolve_limits
 from deskfleet.model.memory import TensorLine
@@ -140,17 +141,27 @@ def test_pools_take_their_memory_when_they_are_made() -> None:
     assert with_tables - with_pools > 0.98 * 2 * tables.global_blocks.nbytes
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-async def test_every_process_takes_what_was_planned(tp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "tp_size"),
+    [
+        ("tiny", 1),
+        ("tiny", 2),
+        ("pocket", 2),
+        *(pytest.param("tiny", size, marks=pytest.mark.slow) for size in (3, 4)),
+        *(pytest.param("pocket", size, marks=pytest.mark.slow) for size in (1, 3, 4)),
+    ],
+)
+async def test_every_process_takes_what_was_planned(model: str, tp_size: int) -> None:
+    source = checkpoint() if model == "tiny" else Checkpoint.open(locate(Path(POCKET)))
     for sizes, speculation in ((SHORT, "off"), (LONG, "k=3" if tp_size == 2 else "off")):
         options = EngineOptions(tp_size=tp_size, threads_per_rank=1, speculation=speculation, **sizes)  # type: ignore[arg-type]
-        async with EngineClient(checkpoint(), options) as engine:
+        async with EngineClient(source, options) as engine:
             ranks = engine.memory
         for memory in ranks:
             lines = native_lines(engine.plan, engine.limits, memory.rank, with_drafts=engine.with_drafts)
             check = check_rank(lines, memory)
             measured.append(
-                f"TP={tp_size} rank {memory.rank}, {sizes['kv_cache_tokens']:,} tokens: "
+                f"{model}, TP={tp_size} rank {memory.rank}, {sizes['kv_cache_tokens']:,} tokens: "
                 f"{check.predicted_bytes / MIB:.1f} MiB planned, {check.measured_bytes / MIB:.1f} MiB resident"
             )
             arrays = [line for line in check.lines if line.name != "process"]

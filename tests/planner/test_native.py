@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import tracemalloc
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import deskfleet_ops
 from deskfleet.cli.loading import memory_table
 from deskfleet.engine.blocks import BlockPool
 from deskfleet.errors import ConfigError
@@ -60,6 +62,23 @@ def test_the_tiny_pools_by_hand() -> None:
     assert bytes_of(lines, TensorLine.block_tables) == 2 * 3 * 63 * 4
     halved = lines_of(TINY, 2, limits=replace(LIMITS, dcp_size=2))
     assert bytes_of(halved, TensorLine.entries) == 50 * 32 * 36
+
+
+@pytest.mark.parametrize(("size", "dcp_size"), [(2, 1), (4, 1), (4, 2)])
+def test_parts_of_the_shared_memory_are_its_file(size: int, dcp_size: int) -> None:
+    """Slots of all ranks for everyone and, where KV is divided, for one division; the file has room for both."""
+    parts = [
+        bytes_of(lines_of(TINY, size, rank, replace(LIMITS, dcp_size=dcp_size)), "runtime.shared_memory")
+        for rank in range(size)
+    ]
+    file = os.memfd_create("test")
+    group = deskfleet_ops.library().df_group_open(file, 0, size, size, False)
+    file_bytes = os.fstat(file).st_size
+    deskfleet_ops.library().df_group_close(group)
+    os.close(file)
+    assert sum(parts) * (2 // (1 + (dcp_size > 1))) == pytest.approx(
+        file_bytes, rel=0.02
+    )  # the rest are counters
 
 
 @pytest.mark.parametrize("num_blocks", [20_000, 65_536, 90_000])

@@ -61,6 +61,9 @@ def test_pinned_host_memory_is_no_way_out_where_memory_is_one() -> None:
     plan = planned("v4.1-flash", "3xspark", "sglang", 3, engram="host", max_model_len=8192)
     assert [refusal.rule for refusal in plan.refusals] == ["Engram"]
     assert "frees nothing" in plan.refusals[0].message
+    # Nor does the sum leave out what would lie there.
+    in_memory = planned("v4.1-flash", "3xspark", "sglang", 3, engram="device", max_model_len=8192)
+    assert plan.tightest.group_bytes("engram") == in_memory.tightest.group_bytes("engram")
 
 
 def test_four_ranks_hold_a_million_tokens() -> None:
@@ -90,7 +93,7 @@ def test_chunks_of_4096_at_a_million_need_a_bounded_indexer() -> None:
     wishes = {"max_model_len": MILLION, "chunk_tokens": 4096}
     unbounded = planned("v4.1-flash", "4xspark", "sglang", 4, **wishes)
     assert not unbounded.fits
-    assert unbounded.tightest.binding == "prefill"
+    assert (unbounded.tightest.binding, unbounded.tightest.binding_line.name) == ("prefill", "indexer scores")
     assert unbounded.tightest.line("indexer scores").num_bytes == pytest.approx(60.1e9, rel=0.002)
     bounded = planned("v4.1-flash", "4xspark", "sglang", 4, has_bounded_indexer=True, **wishes)
     assert bounded.fits
@@ -215,6 +218,29 @@ def test_v4_flash_on_two_ranks_takes_what_a_boot_measured() -> None:
     assert plan.fits
     assert plan.layout.engram == "none"
     assert plan.tightest.group_bytes("weights") / GIB == pytest.approx(79.17, rel=0.03)
+
+
+def test_nvfp4_kv_of_v4_takes_what_fp8_takes() -> None:
+    """Published: padded to the same 584 bytes; the pools of M-50 are of that recipe. Nobody has it for V4.1."""
+    fp8, nvfp4 = (
+        planned("v4-flash-dspark", "2xspark", "vllm", 2, max_model_len=MILLION, kv_format=name)
+        for name in ("fp8", "nvfp4")
+    )
+    assert nvfp4.fits
+    assert nvfp4.budgets == fp8.budgets
+    assert [need for need in nvfp4.needs if need not in fp8.needs] == [
+        "vLLM 0.33 has no nvfp4_ds_mla records: an image of it does, padded to fp8's 584 B; no byte is saved"
+    ]
+    refused = planned("v4.1-flash", "4xspark", "vllm", 4, max_model_len=8192, kv_format="nvfp4")
+    assert [refusal.rule for refusal in refused.refusals] == ["KV format"]
+
+
+def test_what_binds_is_named_by_its_largest_line() -> None:
+    at_rest = planned("v4.1-flash", "2xspark", "sglang", 2, max_model_len=8192)
+    assert (at_rest.tightest.binding, at_rest.tightest.binding_line.name) == ("at rest", "routed experts")
+    # A phase whose sum is worst, where what is held exceeds the memory already: the phase is not to blame.
+    long = planned("v4.1-flash", "2xspark", "vllm", 2, max_model_len=MILLION)
+    assert (long.tightest.binding, long.tightest.binding_line.name) == ("prefill", "routed experts")
 
 
 def test_what_no_engine_serves_is_said() -> None:

@@ -17,7 +17,7 @@ from deskfleet.planner.engines.registry import rules_of
 from deskfleet.planner.picture import GROUPS, bar_parts
 from deskfleet.planner.plan import MemoryPlan
 from deskfleet.planner.search import Search
-from deskfleet.planner.speed import EngramTraffic, Speed, speed_of
+from deskfleet.planner.speed import EngramTraffic, Speed, chunks_of, speed_of
 from deskfleet.units import format_bytes
 
 _GIB = 1 << 30
@@ -68,7 +68,7 @@ def print_plan(found: Search, *, explain: bool, is_why_not: bool = False) -> Non
     if explain:
         _print_all_lines(plan.tightest)
     if plan.fits:
-        _print_answers(plan)
+        _print_answers(plan, explain=explain)
     _print_notes(plan, explain=explain)
     if not plan.fits:
         _print_changes(found)
@@ -114,6 +114,9 @@ def _reasons(plan: MemoryPlan) -> Iterator[str]:
     floor = budget.floor.rest_bytes if at_rest else budget.floor.peak_bytes
     yield f"{_gib(-plan.margin_bytes)} GiB too little on rank {budget.rank} ({budget.node}), {moment}:"
     yield f"{held}{peak} + a floor of {_gib(floor)} exceed {_gib(budget.capacity_bytes)}"
+    line = budget.binding_line
+    of = "what is held" if line.phase is None else line.phase
+    yield f"the largest part of {of}: {line.name}, {format_bytes(line.num_bytes)}"
 
 
 def _alike(budgets: Sequence[RankBudget]) -> list[list[RankBudget]]:
@@ -216,7 +219,7 @@ def _print_lines(lines: Sequence[BudgetLine]) -> None:
         _say(f"{size}  {line.name}{phase}: {line.formula} ({line.basis}); {line.reason}", 14)
 
 
-def _print_answers(plan: MemoryPlan) -> None:
+def _print_answers(plan: MemoryPlan, *, explain: bool) -> None:
     layout = plan.layout
     speed = speed_of(plan.inventory, layout, plan.cluster.kind)
     rows = {
@@ -228,6 +231,10 @@ def _print_answers(plan: MemoryPlan) -> None:
     if plan.boot is not None:
         rows["boot line"] = plan.boot.line
     rows |= _speed_rows(speed)
+    if explain:
+        runs = chunks_of(layout)
+        rows["chunks of a prompt"] = ", ".join(f"{run.num_chunks:,} of {run.chunk_tokens:,}" for run in runs)
+        rows["captured batches"] = ", ".join(map(str, speed.capture_sizes)) + " rows"
     width = max(map(len, rows)) + 2
     data_console().print()
     for name, value in rows.items():

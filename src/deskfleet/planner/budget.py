@@ -131,6 +131,19 @@ class RankBudget:
             return "at rest"
         return str(self.worst_phase)
 
+    @property
+    def binding_line(self) -> BudgetLine:
+        """The largest line of what decides, the system's apart; a phase's only where what is held would fit without it.
+
+        Raises ValueError for a budget without lines.
+        """
+        is_phase = (
+            self.binding != "at rest" and self.held_bytes + self.floor.peak_bytes <= self.capacity_bytes
+        )
+        phase = self.binding if is_phase else None
+        lines = [line for line in self.lines if line.phase == phase and line.name != SYSTEM_LINE]
+        return max(lines, key=lambda line: line.num_bytes)
+
 
 def _missing(name: str) -> BudgetLine:
     raise KeyError(name)

@@ -5,7 +5,7 @@ A change is a whole plan of other wishes, machines or another checkpoint; nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deskfleet.errors import ConfigError
@@ -16,6 +16,7 @@ from deskfleet.planner.engines.registry import rules_of
 from deskfleet.planner.inventory import Inventory
 from deskfleet.planner.plan import CONTEXT_STEP, MemoryPlan
 from deskfleet.planner.published import PUBLISHED, published_inventory
+from deskfleet.planner.sharding import engram_bytes
 from deskfleet.planner.speed import engram_traffic
 from deskfleet.planner.wishes import Wishes
 from deskfleet.units import format_bytes
@@ -34,9 +35,17 @@ class Change:
 
 
 def ways_out(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
-    """Changes that make it fit, what costs the user least first."""
+    """Changes that make it fit, what costs the user least first, no two with the same flags."""
+    offered: set[str] = set()
     for attempt in _ATTEMPTS:
-        yield from attempt(plan, calibrations)
+        for change in attempt(plan, calibrations):
+            if change.flags not in offered:
+                offered.add(change.flags)
+                yield change
+    for change in _two_changes(plan, calibrations, frozenset(offered)):
+        if change.flags not in offered:
+            offered.add(change.flags)
+            yield change
 
 
 _Attempt = Callable[[MemoryPlan, Sequence[Calibration]], Iterator[Change]]
@@ -69,10 +78,10 @@ def _engram_on_disk(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> It
     traffic = engram_traffic(found.inventory, found.layout, found.cluster.kind)
     if traffic is None:
         return
-    freed = format_bytes(plan.budgets[0].group_bytes("engram") - found.budgets[0].group_bytes("engram"))
+    share = engram_bytes(plan.inventory, rules_of(plan.layout.engine).engram_split, plan.layout.tp_size, 0)
     cost = (
-        f"frees {freed} on each rank; a decode step waits for {traffic.rows_per_step} reads of each NVMe, about "
-        f"{1000 * traffic.disk_s_per_step:.1f} ms"
+        f"{format_bytes(share)} of each rank stay on disk; a decode step waits for {traffic.rows_per_step} reads of "
+        f"each NVMe, about {1000 * traffic.disk_s_per_step:.1f} ms"
     )
     yield Change("read Engram rows from disk", cost, "--engram disk", found)
 
@@ -89,16 +98,16 @@ def _another_split(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Ite
     yield Change(f"experts over {found.layout.ep_size} ranks", cost, f"--ep {found.layout.ep_size}", found)
 
 
-def _smaller_chunk(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+def _another_chunk(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
     if plan.wishes.chunk_tokens is None:
         return
     found = _try(plan, calibrations, replace(plan.wishes, chunk_tokens=None))
     if found is None:
         return
     chunk = found.layout.chunk_tokens
-    cost = (
-        f"prompts are read {chunk:,} tokens at a time, not {plan.layout.chunk_tokens:,}: slower, same answers"
-    )
+    cost = f"prompts are read {chunk:,} tokens at a time, not {plan.layout.chunk_tokens:,}"
+    if chunk < plan.layout.chunk_tokens:
+        cost += ": slower, same answers"
     yield Change(f"chunks of {chunk:,} tokens", cost, f"--chunk {chunk}", found)
 
 
@@ -144,6 +153,67 @@ def _fewer_requests(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> It
     yield Change("one request at a time", "others wait until it is done", "--max-num-seqs 1", found)
 
 
+def _as_many_drafts_as_the_block(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+    block = plan.inventory.draft_block
+    if not block or plan.wishes.num_drafts is None or plan.wishes.num_drafts <= block:
+        return
+    found = _try(plan, calibrations, replace(plan.wishes, num_drafts=block))
+    if found is not None:
+        yield Change(f"{block} drafts", "no more than the checkpoint makes", f"--drafts {block}", found)
+
+
+def _another_kv_format(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+    if plan.wishes.kv_format is None:
+        return
+    found = _try(plan, calibrations, replace(plan.wishes, kv_format=None))
+    if found is not None:
+        name, rate = found.layout.kv_format, float(found.kv_rate.bytes_per_token)
+        yield Change(f"{name} KV", f"{rate:,.2f} B a token and rank", f"--kv-format {name}", found)
+
+
+def _another_number_of_ranks(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+    if plan.wishes.tp_size is None:
+        return
+    found = _try(plan, calibrations, replace(plan.wishes, tp_size=None))
+    if found is not None:
+        size = found.layout.tp_size
+        yield Change(f"{size} ranks, not {plan.layout.tp_size}", _room(found), f"--tp {size}", found)
+
+
+def _another_division_of_kv(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+    if plan.wishes.dcp_size is None:
+        return
+    found = _try(plan, calibrations, replace(plan.wishes, dcp_size=None))
+    if found is not None:
+        size, rate = found.layout.dcp_size, float(found.kv_rate.bytes_per_token)
+        title = f"KV over {size} ranks" if size > 1 else "KV whole on every rank"
+        yield Change(title, f"{rate:,.2f} B a token and rank", f"--dcp {size}", found)
+
+
+def _another_engine(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+    if plan.wishes.engine is None:
+        return
+    found = _try(plan, calibrations, replace(plan.wishes, engine=None, fraction=None))
+    if found is None or found.layout.engine == plan.wishes.engine:
+        return
+    engine = found.layout.engine
+    cost = "; ".join((*(f"needs {need}" for need in found.needs), _room(found)))
+    flags = f"--engine {engine}" + _without(plan.wishes, "fraction")
+    yield Change(f"served by {rules_of(engine).title}", cost, flags, found)
+
+
+def _smaller_margin(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
+    if not plan.wishes.margin_bytes:
+        return
+    found = _try(plan, calibrations, replace(plan.wishes, margin_bytes=0))
+    if found is not None:
+        mib = min(found.margin_bytes, plan.wishes.margin_bytes) >> 20
+        tried = _try(plan, calibrations, replace(plan.wishes, margin_bytes=mib << 20))
+        mib, found = (mib, tried) if tried is not None else (0, found)
+        cost = f"{format_bytes(plan.wishes.margin_bytes - (mib << 20))} less are left free for others"
+        yield Change(f"a margin of {format_bytes(mib << 20)}", cost, f"--margin {mib}MiB", found)
+
+
 def _without_drafts(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
     if not plan.layout.num_drafts:
         return
@@ -186,29 +256,53 @@ def _more_nodes(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterat
             return
 
 
+_ROUNDED = "experts rounded: other answers than the published weights give"
+
+
+def _smaller(inventory: Inventory) -> list[Inventory]:
+    """Published checkpoints of the same model whose experts take less, the largest first."""
+    family = inventory.name.partition("-exl3-")[0].removesuffix("-nvfp4")
+    found = (published_inventory(name) for name in PUBLISHED if name.startswith(f"{family}-exl3-"))
+    return sorted(
+        (each for each in found if each.expert_bits < inventory.expert_bits),
+        key=lambda each: -each.expert_bits,
+    )
+
+
+def _exl3_title(inventory: Inventory) -> str:
+    return f"EXL3 checkpoint at {inventory.expert_bits:.1f} bits"
+
+
+def _of_any_engine(wishes: Wishes) -> Wishes:
+    return replace(wishes, engine=None, tp_size=None, ep_size=None, fraction=None)
+
+
 def _smaller_weights(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
-    wishes = replace(plan.wishes, engine=None, tp_size=None, ep_size=None, fraction=None)
-    family = plan.inventory.name.partition("-exl3-")[0].removesuffix("-nvfp4")
-    names = [name for name in PUBLISHED if name.startswith(f"{family}-exl3-")]
-    for inventory in sorted(map(published_inventory, names), key=lambda each: -each.expert_bits):
-        if inventory.expert_bits >= plan.inventory.expert_bits:
-            continue
-        found = _try(plan, calibrations, wishes, inventory=inventory)
+    for inventory in _smaller(plan.inventory):
+        found = _try(plan, calibrations, _of_any_engine(plan.wishes), inventory=inventory)
         if found is not None:
-            title = f"EXL3 checkpoint at {inventory.expert_bits:.1f} bits"
-            cost = f"experts rounded: other answers than the published weights give; {_room(found)}"
             flags = f"--model {inventory.name}" + _without(plan.wishes, *_OF_AN_ENGINE)
-            yield Change(title, cost, flags, found)
+            yield Change(_exl3_title(inventory), f"{_ROUNDED}; {_room(found)}", flags, found)
 
 
 _OF_AN_ENGINE = ("engine", "tp_size", "ep_size", "fraction")
-_FLAGS = {"engine": "--engine", "tp_size": "--tp", "ep_size": "--ep", "fraction": "--fraction"}
+_FLAGS = {
+    "engine": "--engine",
+    "tp_size": "--tp",
+    "ep_size": "--ep",
+    "fraction": "--fraction",
+}
 
 
 def _without(wishes: Wishes, *names: str) -> str:
     """What must be left out of the command besides, as text to append."""
-    dropped = [_FLAGS[name] for name in names if getattr(wishes, name) is not None]
+    dropped = [_FLAGS[name] for name in names if getattr(wishes, name)]
     return f", without {' '.join(dropped)}" if dropped else ""
+
+
+def _also_without(flags: str, flag: str) -> str:
+    """`flags`, of which some may be what to leave out, and `flag` left out besides."""
+    return f"{flags} {flag}" if "without " in flags else f"{flags}, without {flag}"
 
 
 def _room(plan: MemoryPlan) -> str:
@@ -227,37 +321,89 @@ def _free_fraction(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Ite
     yield Change("leave the fraction to the plan", f"nothing; {found.boot.rule}", "without --fraction", found)
 
 
-def _two_changes(plan: MemoryPlan, calibrations: Sequence[Calibration]) -> Iterator[Change]:
-    """A shorter context together with one more node, or with smaller weights."""
-    if plan.wishes.max_model_len is None:
-        return
-    open_wishes = replace(plan.wishes, max_model_len=None, kv_tokens=None)
-    relaxed = replace(plan, wishes=open_wishes)
-    for attempt in (_more_nodes, _smaller_weights):
-        for change in attempt(relaxed, calibrations):
-            context = change.plan.largest_context
-            if context < plan.wishes.max_model_len:
-                yield replace(
-                    change,
-                    title=f"{change.title}, context of {context:,}",
-                    flags=f"{change.flags} --context {context}",
-                )
+def _two_changes(
+    plan: MemoryPlan, calibrations: Sequence[Calibration], offered: Collection[str]
+) -> Iterator[Change]:
+    """A wish let go together with more nodes or smaller weights, or both of these. What does alone is left out."""
+    for relaxation in _relaxations(plan.wishes):
+        if any(flags.startswith(relaxation.flag) for flags in offered):
+            continue
+        for attempt in (_more_nodes, _smaller_weights):
+            for change in attempt(replace(plan, wishes=relaxation.wishes), calibrations):
+                if change.flags not in offered:
+                    yield from relaxation.joined(change, plan.wishes)
+    for inventory in _smaller(plan.inventory):
+        smaller = replace(plan, inventory=inventory, wishes=_of_any_engine(plan.wishes))
+        for change in _more_nodes(smaller, calibrations):
+            yield replace(
+                change,
+                title=f"{_exl3_title(inventory)}, {change.title}",
+                cost=f"{_ROUNDED}; {change.cost}",
+                flags=f"--model {inventory.name} {change.flags}" + _without(plan.wishes, *_OF_AN_ENGINE),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxation:
+    """Wishes without one that was given with `flag`."""
+
+    title: str
+    flag: str
+    wishes: Wishes
+
+    def joined(self, change: Change, wishes: Wishes) -> Iterator[Change]:
+        """`change`, which was made with this relaxation of `wishes`, as both together."""
+        if self.flag == "--engram":
+            flags = f"--engram disk {change.flags}"
+            yield replace(change, title=f"{self.title}, {change.title}", flags=flags)
+        elif self.flag != "--context":
+            flags = _also_without(change.flags, self.flag)
+            yield replace(change, title=f"{self.title}, {change.title}", flags=flags)
+        elif (context := change.plan.largest_context) < (wishes.max_model_len or 0):
+            flags = f"--context {context} {change.flags}"
+            if wishes.kv_tokens is not None:
+                flags = _also_without(flags, "--kv-tokens")
+            yield replace(change, title=f"{change.title}, context of {context:,}", flags=flags)
+
+
+def _relaxations(wishes: Wishes) -> Iterator[_Relaxation]:
+    if wishes.engram in ("device", "host"):
+        yield _Relaxation("Engram rows on disk", "--engram", replace(wishes, engram="disk"))
+    if wishes.kv_format is not None:
+        yield _Relaxation("KV as the engine has it", "--kv-format", replace(wishes, kv_format=None))
+    if wishes.dcp_size is not None:
+        yield _Relaxation("KV divided as the plan says", "--dcp", replace(wishes, dcp_size=None))
+    if wishes.chunk_tokens is not None:
+        yield _Relaxation("chunks as large as fit", "--chunk", replace(wishes, chunk_tokens=None))
+    if wishes.num_drafts:
+        yield _Relaxation("drafts as the checkpoint has them", "--drafts", replace(wishes, num_drafts=None))
+    if wishes.kv_tokens is not None:
+        yield _Relaxation("a pool for one request", "--kv-tokens", replace(wishes, kv_tokens=None))
+    if wishes.margin_bytes:
+        yield _Relaxation("no margin", "--margin", replace(wishes, margin_bytes=0))
+    if wishes.max_model_len is not None:
+        yield _Relaxation("", "--context", replace(wishes, max_model_len=None, kv_tokens=None))
 
 
 _ATTEMPTS: tuple[_Attempt, ...] = (
     _free_fraction,
+    _another_kv_format,
+    _another_division_of_kv,
     _another_split,
+    _another_number_of_ranks,
+    _as_many_drafts_as_the_block,
     _engram_on_disk,
-    _smaller_chunk,
+    _another_chunk,
     _bounded_indexer,
+    _smaller_margin,
     _smaller_pool,
     _shorter_context,
     _fewer_requests,
     _without_drafts,
     _four_bit_tables,
+    _another_engine,
     _more_nodes,
     _smaller_weights,
-    _two_changes,
 )
 """What is tried, what costs the user least first."""
 

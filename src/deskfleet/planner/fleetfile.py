@@ -11,7 +11,7 @@ import re
 import unicodedata
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -218,7 +218,7 @@ class WishesTable(_Table):
     engram: EngramPlacement | None = Field(
         default=None, description="Where the tables lie: device, host, disk, none."
     )
-    kv_format: KvFormat | None = Field(default=None, description="fp4 or fp8.")
+    kv_format: KvFormat | None = Field(default=None, description=f"{', '.join(get_args(KvFormat))}.")
     chunk_tokens: _Count | None = Field(default=None, description="Prompt tokens of a step.")
     fraction: float | None = Field(
         default=None, gt=0, lt=1, description="SGLang's mem-fraction-static, vLLM's gpu-memory-utilization."

@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.layout import ShardPlan
@@ -115,26 +116,37 @@ class _Held:
     value_bytes: int
 
 
-def _held_tensors(plan: ShardPlan, rank: int, *, with_drafts: bool) -> list[_Held]:
+# A context is searched for with dozens of plans of the same ranks.
+@lru_cache(maxsize=64)
+def _held_tensors(plan: ShardPlan, rank: int, *, with_drafts: bool) -> tuple[_Held, ...]:
     """What the rank keeps of each tensor. Experts of a layer are alike, so expert 0 stands for all it has."""
     kept = set(_WEIGHT_LINES) - ({TensorClass.vision} if rank > 0 else set())
     if not with_drafts:
         kept.discard(TensorClass.draft)
     all_held = []
-    for name, spec in plan.tensors.items():
-        is_expert = _EXPERTS in name
-        if spec.tensor_class not in kept or (is_expert and f"{_EXPERTS}0." not in name):
-            continue
-        if not (value_bytes := _value_bytes(name, spec)):
+    for name, spec, value_bytes in _in_memory(plan):
+        if spec.tensor_class not in kept:
             continue
         count, shape = 1, spec.shape
-        if is_expert:
+        if _EXPERTS in name:
             is_draft = spec.tensor_class is TensorClass.draft
             count = len(plan.draft_expert_range(rank) if is_draft else plan.expert_range(rank))
         else:
             shape = plan.shard(name, rank).local_shape
         all_held.append(_Held(spec.tensor_class, spec.dtype, count, math.prod(shape), shape[-1], value_bytes))
-    return all_held
+    return tuple(all_held)
+
+
+@lru_cache(maxsize=8)
+def _in_memory(plan: ShardPlan) -> tuple[tuple[str, TensorSpec, int], ...]:
+    """Tensors that ranks hold, with the bytes of a value, and of the experts of a layer the first."""
+    found = []
+    for name, spec in plan.tensors.items():
+        if _EXPERTS in name and f"{_EXPERTS}0." not in name:
+            continue
+        if spec.tensor_class in _WEIGHT_LINES and (value_bytes := _value_bytes(name, spec)):
+            found.append((name, spec, value_bytes))
+    return tuple(found)
 
 
 def _value_bytes(name: str, spec: TensorSpec) -> int:
@@ -309,6 +321,9 @@ def _reader_lines(plan: ShardPlan) -> Iterator[BudgetLine]:
 
 # --- the process --------------------------------------------------------------------------------------
 
+_SLOTS, _SLOT_BYTES = 2, 1 << 18
+"""Of each rank and each group it is in, as the library of compiled operators has them (docs/decisions/0022)."""
+
 
 def _process_lines(
     plan: ShardPlan, limits: RunnerLimits, rank: int, runtime: Runtime
@@ -320,7 +335,19 @@ def _process_lines(
     yield measured("runtime.process", runtime.process_bytes, "constant", "Python, torch, libraries")
     if plan.layout.tp_size > 1:
         yield measured(
-            "runtime.collectives", runtime.collectives_bytes, "constant", "gloo, or slots of shared memory"
+            "runtime.collectives",
+            runtime.collectives_bytes,
+            "constant",
+            "gloo, or the pages of shared memory in use",
+        )
+        divisions = 1 + (limits.dcp_size > 1)
+        yield BudgetLine(
+            "runtime.shared_memory",
+            "runtime",
+            divisions * _SLOTS * _SLOT_BYTES,
+            "reserved",
+            f"{divisions * _SLOTS} slots x {_SLOT_BYTES // 1024} KiB",
+            "this rank's part of the memory that ranks of one machine exchange through; fills as messages grow",
         )
     vocabulary = plan.config.vocab_size
     yield measured(
@@ -398,9 +425,9 @@ class RankCheck:
         """Measured over predicted, less one."""
         return self.measured_bytes / self.predicted_bytes - 1
 
-    def group_bytes(self, prefix: str) -> int:
+    def group_bytes(self, *prefixes: str) -> int:
         """Measured bytes of the lines whose names begin so."""
-        return sum(line.measured_bytes for line in self.lines if line.name.startswith(prefix))
+        return sum(line.measured_bytes for line in self.lines if line.name.startswith(prefixes))
 
 
 def check_rank(lines: Sequence[BudgetLine], memory: RankMemory) -> RankCheck:

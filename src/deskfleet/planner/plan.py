@@ -323,7 +323,7 @@ class _Maker:
             free + (f", a part of {sharers}" if sharers > 1 else ""),
             "the operating system and whatever else runs",
             "published"
-            if node.available_bytes == KINDS.get(node.kind.name, node.kind).available_bytes
+            if node.kind.name in KINDS and node.available_bytes == node.kind.available_bytes
             else "measured",
         )
         if self.wishes.margin_bytes:

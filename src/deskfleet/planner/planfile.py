@@ -95,6 +95,7 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
         "fits": plan.fits,
         "margin_bytes": plan.margin_bytes,
         "binding": plan.tightest.binding,
+        "binding_line": plan.tightest.binding_line.name,
         "tightest_rank": plan.tightest.rank,
         "model": plan.inventory.name,
         "nodes": plan.cluster.origin,

@@ -11,9 +11,10 @@ EngineName = Literal["native", "vllm", "sglang", "exl3"]
 EngramPlacement = Literal["device", "host", "disk", "none"]
 """Where the tables lie: accelerator memory, pinned host memory, NVMe read row by row; `none` for models without."""
 
-KvFormat = Literal["fp4", "fp8"]
+KvFormat = Literal["fp4", "fp8", "nvfp4"]
 """`fp4`: 288-byte entries and 528-byte window rows, the published formats. `fp8`: the 584-byte record for both, which
-kernels of compute capability 9.0 and 12.x read."""
+kernels of compute capability 9.0 and 12.x read. `nvfp4`: records of V4 in the image of one published recipe, padded to
+the same 584 bytes (M-52)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ from deskfleet.planner.native import native_lines
 from deskfleet.planner.sharding import EngramSplit
 from deskfleet.planner.wishes import EngineName, EngramPlacement, ServingLayout
 
+_SUPERVISOR_BYTES = 112 << 20
+
 
 class NativeRules:
     """The engine of this package."""
@@ -123,7 +125,16 @@ class NativeRules:
             "assumed",
             "prefill",
         )
-        return [*lines, step]
+        head = BudgetLine(
+            "head's other processes",
+            "runtime",
+            _SUPERVISOR_BYTES,
+            "persistent",
+            "constant",
+            "the supervisor with the gateway, beside rank 0; measured when it opens its port",
+            "measured",
+        )
+        return [*lines, step, *([head] if rank == 0 else [])]
 
     def boot(
         self, inventory: Inventory, cluster: Cluster, layout: ServingLayout, lines: list[BudgetLine]

@@ -31,7 +31,7 @@ from deskfleet.planner.wishes import EngineName, EngramPlacement, KvFormat, Serv
 LARGEST_CHUNK = 8192
 CHUNK_STEP = 256
 
-RECORD_BYTES: dict[KvFormat, tuple[int, int]] = {"fp8": (584, 584), "fp4": (288, 528)}
+RECORD_BYTES: dict[KvFormat, tuple[int, int]] = {"fp8": (584, 584), "fp4": (288, 528), "nvfp4": (584, 584)}
 """Bytes of a compressed entry and of a window row."""
 
 NCCL_COMMUNICATORS, NCCL_CHANNELS = 2, 8
@@ -111,7 +111,7 @@ class StockRules(ABC):
             ep_sizes=tuple(legal or splits[:1]),
             dcp_sizes=tuple(dcp for dcp in self.dcp_sizes if tp_size % dcp == 0),
             engram=placements,
-            kv_formats=("fp8",),
+            kv_formats=self.kv_formats(inventory, cluster),
             chunks=chunks,
             has_bounded_indexer=self.has_bounded_indexer,
         )
@@ -123,13 +123,17 @@ class StockRules(ABC):
             for refusal in (
                 self._width_refusal(inventory, cluster, layout),
                 self._placement_refusal(inventory, cluster, layout),
-                self._kv_refusal(cluster, layout),
+                self._kv_refusal(inventory, cluster, layout),
                 self._dcp_refusal(layout),
                 _image_refusal(inventory, layout),
                 _draft_refusal(inventory, layout),
             )
             if refusal is not None
         ]
+
+    def kv_formats(self, inventory: Inventory, cluster: Cluster) -> tuple[KvFormat, ...]:
+        """Formats of KV that somebody has kernels for, the engine's own first."""
+        return ("fp8",)
 
     def needs(self, inventory: Inventory, cluster: Cluster, layout: ServingLayout) -> list[str]:
         """What this layout needs beyond the engine as it is released."""
@@ -160,7 +164,7 @@ class StockRules(ABC):
         )
         return [
             *weight_lines(inventory, rules, layout),
-            *_engram_lines(inventory, layout, self.engram_split, rank),
+            *_engram_lines(inventory, cluster, layout, self.engram_split, rank),
             pool,
             self.window_line(inventory, layout),
             *self._runtime_lines(cluster, layout, rank),
@@ -221,7 +225,9 @@ class StockRules(ABC):
         hint = (
             f"ep_size {legal[0]} gives width {inventory.expert_width * legal[0] // layout.tp_size}"
             if legal
-            else ("choose another number of ranks")
+            else (
+                f"a slice must be a multiple of {rules.width_multiple}: choose ranks that give one, or another engine"
+            )
         )
         return Refusal(
             "expert width",
@@ -262,8 +268,8 @@ class StockRules(ABC):
             )
         return None
 
-    def _kv_refusal(self, cluster: Cluster, layout: ServingLayout) -> Refusal | None:
-        if layout.kv_format == "fp8":
+    def _kv_refusal(self, inventory: Inventory, cluster: Cluster, layout: ServingLayout) -> Refusal | None:
+        if layout.kv_format in self.kv_formats(inventory, cluster):
             return None
         return Refusal(
             "KV format",
@@ -311,13 +317,13 @@ def _draft_refusal(inventory: Inventory, layout: ServingLayout) -> Refusal | Non
 
 
 def _engram_lines(
-    inventory: Inventory, layout: ServingLayout, split: EngramSplit, rank: int
+    inventory: Inventory, cluster: Cluster, layout: ServingLayout, split: EngramSplit, rank: int
 ) -> list[BudgetLine]:
     tables = inventory.engram
     if tables is None:
         return []
     share = engram_share(tables, split, layout.tp_size, rank)
-    if layout.engram == "device":
+    if layout.engram == "device" or (layout.engram == "host" and cluster.kind.is_unified):
         held = share.num_rows * tables.row_bytes
         text = _engram_text(tables, share)
         return [BudgetLine("Engram tables", "engram", held, "persistent", text, "every row may be asked for")]

@@ -13,7 +13,7 @@ from deskfleet.planner.engines.contract import BootPrediction, KvRate, Refusal
 from deskfleet.planner.engines.stock import RECORD_BYTES, Runtime, StockRules
 from deskfleet.planner.inventory import Inventory
 from deskfleet.planner.sharding import CutRules, EngramSplit
-from deskfleet.planner.wishes import EngineName, ServingLayout
+from deskfleet.planner.wishes import EngineName, KvFormat, ServingLayout
 
 PREFILL_BYTES_AT_1M = int(5.2 * GIB)
 """Workspace of reading a prompt of 1,048,576 tokens, as published; it grows with the context that is allowed."""
@@ -50,6 +50,21 @@ class VllmRules(StockRules):
             cuts_drafts=True,
             holds_wo_a_as_bf16=True,
         )
+
+    def kv_formats(self, inventory: Inventory, cluster: Cluster) -> tuple[KvFormat, ...]:
+        """V4 on Sparks also as NVFP4, which the image of a published recipe has."""
+        has_nvfp4 = inventory.architecture == "v4" and cluster.kind.arch == "sm121"
+        return ("fp8", "nvfp4") if has_nvfp4 else ("fp8",)
+
+    def needs(self, inventory: Inventory, cluster: Cluster, layout: ServingLayout) -> list[str]:
+        """As all, and for NVFP4 records that image."""
+        needs = super().needs(inventory, cluster, layout)
+        if layout.kv_format == "nvfp4":
+            needs.append(
+                f"{self.title} has no nvfp4_ds_mla records: an image of it does, padded to fp8's 584 B; "
+                "no byte is saved"
+            )
+        return needs
 
     def kv_rate(self, inventory: Inventory, layout: ServingLayout) -> KvRate:
         """V4.1: 6,779.4 B shared out over DCP ranks and 21.2 B on each. V4: 7,786 B."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 from deskfleet.planner.cluster import GIB, SPARK
 from deskfleet.planner.engine_rules import (
@@ -262,6 +263,7 @@ def _boot_rows() -> list[Row]:
             "the record's format",
             is_fitted=True,
         ),
+        *_other_pool_rows(),
         measured(
             "M-52 (index key)",
             "V4 index key by SGLang",
@@ -271,6 +273,29 @@ def _boot_rows() -> list[Row]:
             "what entries leave of a token; no boot line of SGLang with V4 is published",
             share=0.0,
         ),
+    ]
+
+
+def _other_pool_rows() -> list[Row]:
+    """Pools whose price is not ours: that their bytes, tokens and price belong together."""
+    published = (
+        ("M-51 (another kit)", "3,027,217", 7041, "19.85", "GiB"),
+        ("M-53 (5,167 B)", "1,070,168", 5167, "5.15", "GiB"),
+        ("M-53 (5,188 B)", "1,078,380", 5188, "5.21", "GiB"),
+        ("M-53 (5,777 B)", "3,193,029", 5777, "17.18", "GiB"),
+        ("M-53 (1,334 B)", "2,023,717", 1334, "2.7", "GB"),
+    )
+    return [
+        rounded(
+            name,
+            f"KV of {tokens} tokens at {price:,} B",
+            text,
+            unit,
+            _pool(KvRate(Fraction(price), "as published", "published"), tokens)
+            / (GIB if unit == "GiB" else 1e9),
+            "tokens x the price given; not our price",
+        )
+        for name, tokens, price, text, unit in published
     ]
 
 

@@ -237,6 +237,9 @@ def time_rows() -> list[Row]:
             prompt_s(1_011_084, 3_118),
             "tokens / rate",
         ),
+        rounded(
+            "M-95", "714,106 tokens at 75.1 tok/s", "9,509", "s", prompt_s(714_106, 75.1), "tokens / rate"
+        ),
         answered(
             "M-96",
             "admission delay with 7, 8, 12, 13, 18, 19 slots",
