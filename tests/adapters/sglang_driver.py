@@ -13,6 +13,7 @@ import importlib.machinery
 import json
 import os
 import sys
+import time
 import traceback
 import types
 from pathlib import Path
@@ -253,6 +254,17 @@ def prefetch(embeddings: list[Any], manager: Any, hasher: Any) -> dict[str, Any]
     return {**rows, "ids": ids.numpy(), "reads": reads, "token_map": hasher.token_map.numpy()}
 
 
+def idle() -> dict[str, Any]:
+    """When a rank's counters were written, and when again, though no batch comes."""
+    path = Path(os.environ["DESKFLEET_ENGRAM_RECEIPTS"]) / "sglang-rank0-counters.json"
+    written = [json.loads(path.read_text())["written_unix_s"]]
+    while len(written) < 2:
+        time.sleep(0.05)
+        found = json.loads(path.read_text())["written_unix_s"]
+        written += [found] if found > written[0] else []
+    return {"written": np.array(written)}
+
+
 def fail_quietly() -> dict[str, Any]:
     """A lookup that could not raise by itself: the step's tokens must not be answered."""
 
@@ -301,6 +313,8 @@ def act(scenario: dict[str, Any]) -> dict[str, Any]:
         return {"byte": np.array(embeddings[0].weight.view(torch.uint8)[0, 0].item())}
     if do == "too early":
         return look_up(embeddings)
+    if do == "idle":
+        importlib.import_module("deskfleet_sglang.adapter").COUNTERS_INTERVAL_S = 0.1
     manager = make_manager(embeddings, hasher)
     if do == "answer again":
         looked_up = look_up(embeddings)  # buffers are used twice
@@ -310,6 +324,8 @@ def act(scenario: dict[str, Any]) -> dict[str, Any]:
             os.truncate(path, 4096)
     if do == "prefetch":
         return prefetch(embeddings, manager, hasher)
+    if do == "idle":
+        return idle()
     if do == "fail quietly":
         return fail_quietly()
     found = look_up(embeddings)

@@ -19,6 +19,7 @@ import pytest
 from sglang_cases import ADAPTER, MODEL, RANKS, ROOT, check_rows, install_by_hand, run_scenarios, scenario
 
 from deskfleet_engram import _native
+from deskfleet_engram.ownership import select_columns
 from deskfleet_engram.pack import pack
 from deskfleet_engram.source import open_source
 
@@ -34,6 +35,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     shutil.copytree(packed, torn)
     shutil.copytree(packed, torn_too)
     pack(open_source(MODEL), part, columns=[(layer, 0) for layer in (1, 4)])
+    source = open_source(MODEL)
+    shares = [place / f"share{rank}" for rank in range(4)]
+    for rank, share in enumerate(shares):  # of four ranks each has a pack of its own
+        columns = select_columns(source.geometry.spec, rank=rank, world_size=4, split="runs")
+        pack(source, share, columns=columns)
     install_by_hand(place / "site")
     receipts = {"DESKFLEET_ENGRAM_RECEIPTS": str(place / "receipts")}
     counted = {"DESKFLEET_ENGRAM_RECEIPTS": str(place / "counted")}
@@ -43,7 +49,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     readable = "mapped files can be read"
     cases = [
         *(
-            scenario(f"tp{tp_size}r{rank}", packed, tp_size=tp_size, rank=rank, env=receipts)
+            scenario(
+                f"tp{tp_size}r{rank}",
+                shares[rank] if tp_size == 4 else packed,
+                tp_size=tp_size,
+                rank=rank,
+                env=receipts,
+            )
             for tp_size, rank in RANKS
         ),
         {"name": "absent", "env": {}, "do": "stock"},
@@ -55,6 +67,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ),
         scenario("callback truncated", torn_too, spoilt="device by hand, truncated"),
         scenario("prefetch", packed, do="prefetch", env=counted),
+        scenario("idle", packed, do="idle", env={"DESKFLEET_ENGRAM_RECEIPTS": str(place / "idle")}),
         scenario("dummy", packed, tp_size=2, rank=1, do="dummy"),
         scenario("too early", packed, do="too early"),
         scenario("touch", packed, do="touch"),
@@ -232,6 +245,12 @@ def test_another_checkpoint_is_refused(world: dict[str, Any], tmp_path: Path) ->
     )
     assert outcomes["other"].get("error") == "IdentityError", outcomes
     assert "is of another checkpoint than" in outcomes["other"]["message"]
+
+
+def test_counters_are_written_while_nothing_is_served(world: dict[str, Any]) -> None:
+    assert world["outcomes"]["idle"] == {"done": True}, world["outcomes"]["idle"]
+    first, later = np.load(world["out"] / "idle.npz")["written"]
+    assert later > first
 
 
 def test_what_was_read_is_counted_in_a_file(world: dict[str, Any]) -> None:

@@ -98,6 +98,11 @@ REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
         {"engram_files": ("config.json",)},
         "has not both config.json and model.safetensors.index.json",
     ),
+    "a store that cannot be captured": (
+        VLLM,
+        {"extra": env(DESKFLEET_ENGRAM_STORE="staged")},
+        "has DESKFLEET_ENGRAM_STORE=staged, and steps are captured in graphs",
+    ),
     # The user's flags against ours.
     "another context": (
         VLLM,

@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
-from launch_cases import CASES
+from launch_cases import CASES, Case
 
 from deskfleet import supervisor
 from deskfleet.client import Client
@@ -41,6 +42,7 @@ from deskfleet.supervisor import (
 )
 from deskfleet.testing.scripted import Script
 from deskfleet.testing.upstream_vllm import ScriptedVllm
+from deskfleet_engram.host import write_receipt
 
 RECEIPTS = (
     (0, "GPU KV cache size: 2,000,000 tokens"),
@@ -66,6 +68,7 @@ async def launched(
     lines: Sequence[tuple[int, str]],
     gates: GateChoice,
     *,
+    case: Case = CASES["2-nodes-vllm-v4"],
     answers: Script = ANSWERS,
     health: HealthSettings | None = None,
 ) -> AsyncIterator[tuple[FleetState, asyncio.Future[None], _Launching, ScriptedVllm]]:
@@ -76,13 +79,15 @@ async def launched(
     settled = asyncio.Event()
     checkpoint = locate(POCKET)
     async with ScriptedVllm(answers, checkpoint) as server:
-        spec = msgspec.structs.replace(CASES["2-nodes-vllm-v4"].render(), endpoint=server.url)
+        spec = msgspec.structs.replace(case.render(), endpoint=server.url)
         launching = _Launching(order, Diary(state, order), None, settled.set)
-        launching._logs = LogReadiness(spec, 0.0)
+        launching._launch, launching._logs = spec, LogReadiness(spec, 0.0)
         for rank, line in lines:
             launching._read_line(rank, line)
         settings = replace(
-            gateway_settings(order.source.spec, checkpoint, None, launching._intake), model_id="m", port=0
+            gateway_settings(order.source.spec, checkpoint, None, launching._intake, launching._counters),
+            model_id="m",
+            port=0,
         )
         if health is not None and settings.observation is not None:
             settings = replace(settings, observation=replace(settings.observation, health=health))
@@ -122,6 +127,50 @@ async def test_it_stays_closed(
             await work
         record = state.record()
         assert record is None or record.phase == "asking"
+
+
+async def test_ranks_whose_adapters_disagree_are_let_nobody_in(tmp_path: Path) -> None:
+    """Two of four read rows of another pack; the engine answers all the while."""
+    kernels = "Using 'B12X_MXFP4_MXFP8' Mxfp4 MoE backend."
+    lines = [(0, "GPU KV cache size: 1,263,118 tokens"), *((rank, kernels) for rank in range(4))]
+    said = (
+        "engine=vllm-0.33.0 plugin=0.1.0 sources=e6 pack={} store=mapped warnings=0 rank={}/4 columns={}-{}"
+    )
+
+    def receipts(packs: str) -> list[tuple[int, str]]:
+        return [
+            (
+                rank,
+                f"(Worker pid=7) INFO deskfleet-engram receipt: {said.format(pack, rank, 6 * rank, 6 * rank + 5)}",
+            )
+            for rank, pack in enumerate(packs)
+        ]
+
+    nobody = GateChoice(none=True)
+    case = CASES["4-nodes-vllm"]
+    async with launched(tmp_path, [*lines, *receipts("aabb")], nobody, case=case) as (state, work, _, _):
+        with pytest.raises(
+            EngineError, match=r"^not opened: rank 2 on spark-2 has pack=b, and rank 0 .* pack=a"
+        ) as no:
+            await work
+        assert no.value.exit_code == 3
+        record = state.record()
+        assert record is None or record.phase != "serving"
+        told = [each for each in state.launch("one").events()[0] if each["event"] == "receipts"]
+        assert told[0]["shown"]["Engram adapter, rank 2"].startswith("engine=vllm-0.33.0 ")
+    (tmp_path / "again").mkdir()
+    like = [*lines, *receipts("aaaa")]
+    async with launched(tmp_path / "again", like, nobody, case=case) as (state, _, launching, server):
+        record = state.record()
+        assert record is not None
+        assert record.phase == "serving"
+        # What a rank on another node counts comes as a file, and is in the gateway's metrics.
+        counters = {"num_rows": 42, "errors": {}}
+        document = {"engine": "vllm", "rank": 3, "counters": counters}
+        write_receipt(launching._counters, "vllm-rank3-counters.json", document)
+        async with aiohttp.ClientSession() as session, session.get(f"{record.url}/metrics") as answer:
+            line = f'deskfleet_engram_rows_total{{rank="3",upstream="{server.url}"}} 42.0'
+            assert line in await answer.text()
 
 
 async def test_the_watchdog_closes_and_opens_the_door_to_engines_of_others(tmp_path: Path) -> None:

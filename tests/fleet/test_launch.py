@@ -181,8 +181,6 @@ LINES = {
         ),
         ("experts' kernels", "Using 'B12X_MXFP4_MXFP8' Mxfp4 MoE backend.", True),
         ("experts' kernels", "Using 'MARLIN' Mxfp4 MoE backend.", False),
-        ("Engram rows of rank 2", "deskfleet-engram: columns 12-17 of 24 from disk", True),
-        ("Engram rows of rank 2", "deskfleet-engram: columns 0-5 of 24 from disk", False),
     ],
     "4-nodes-sglang": [
         ("KV pool", "DSV4 memory calculation: swa_fixed=0.67 GB, full_token=8000000", True),
@@ -198,8 +196,6 @@ def test_receipts_tell_good_boots_from_bad(name: str) -> None:
     for receipt, line, is_good in LINES[name]:
         assert _holds(receipts[receipt], line) is is_good, line
     assert {rank for receipt in launch.expected for rank in receipt.ranks} <= set(range(4))
-    if name == "4-nodes-vllm":
-        assert receipts["Engram rows of rank 2"].ranks == (2,)
 
 
 def test_milestones_move_forward_on_a_real_boot() -> None:

@@ -86,6 +86,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
 
 
+class AdapterReceipts(msgspec.Struct, frozen=True, kw_only=True):
+    """What our adapter must have logged on every rank, where Engram rows are read through it (`engram_receipts`).
+
+    `columns` has each rank's first and last column, in rank order. `store` is the way of reading that was asked for;
+    None is whichever the adapter takes, the same on all ranks.
+    """
+
+    columns: tuple[tuple[int, int], ...]
+    store: str | None = None
+
+
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One launch of one fleet. Ranks in rank order; `endpoint` is the engine's base URL on rank 0, empty for `native`.
 
@@ -104,6 +115,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankLaunch, ...]
     milestones: tuple[Milestone, ...]
     expected: tuple[Receipt, ...]
+    adapter: AdapterReceipts | None = None
     secrets: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -146,6 +158,7 @@ __all__ = [
     "FORMAT",
     "HEAD_RANK",
     "SECRET",
+    "AdapterReceipts",
     "Container",
     "LaunchSpec",
     "Milestone",

@@ -26,7 +26,8 @@ from deskfleet.fleet.fetch import error_event
 from deskfleet.fleet.transfer import Rate
 from deskfleet_engram.manifest import MANIFEST_NAME, open_source_as, read_manifest
 from deskfleet_engram.native_blocks import use_native_blocks
-from deskfleet_engram.ownership import ColumnOwnership, RowOwnership, select_columns, spell_numbers
+from deskfleet_engram.ownership import Split as Rule
+from deskfleet_engram.ownership import select_columns, spell_numbers
 from deskfleet_engram.pack import PackProgress, pack, packed_bytes, plan_pack
 from deskfleet_engram.source import Source, open_source
 from deskfleet_engram.verify import Level, VerifyProgress, verify
@@ -70,34 +71,13 @@ def wanted_columns(source: Source, job: PackHere) -> list[tuple[int, int]]:
     spec = source.geometry.spec
     if job.split == "none":
         return select_columns(spec)
-    if job.split == "runs or rows" and spec.num_columns % job.world_size:
-        return _columns_of_rows(source, job)
-    order: Literal["strided", "contiguous"] = "strided" if job.split == "strided" else "contiguous"
-    ownership = ColumnOwnership.split(spec.num_columns, job.world_size, order)
-    columns = set[int]()
-    for rank in job.ranks:
-        own = ownership.columns(rank)
-        if not own:
-            raise engram_errors.SelectionError(
-                f"rank {rank} of {job.world_size} reads none of the {spec.num_columns} columns"
-            )
-        columns |= set(own)
-    return [(layer, column) for layer in spec.layer_ids for column in sorted(columns)]
-
-
-def _columns_of_rows(source: Source, job: PackHere) -> list[tuple[int, int]]:
-    """The columns that the ranks' ranges of rows touch: those at the ends of a range are another rank's too."""
-    spec = source.geometry.spec
-    return sorted(
-        {
-            (layer, column)
-            for position, layer in enumerate(spec.layer_ids)
-            for rank in job.ranks
-            for column in RowOwnership(spec.num_embeddings[position], job.world_size).columns(
-                source.geometry, position, rank
-            )
-        }
-    )
+    split: Rule
+    if job.split == "runs or rows":
+        split = "rows" if spec.num_columns % job.world_size else "runs"
+    else:
+        split = job.split
+    shares = [select_columns(spec, rank=rank, world_size=job.world_size, split=split) for rank in job.ranks]
+    return sorted({pair for share in shares for pair in share})
 
 
 def pack_here(job: PackHere, tell: Tell) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from deskfleet.fleet.engram_receipts import find_receipt, refusal
 from deskfleet.fleet.launch import LaunchSpec, Milestone, Receipt
 
 SILENT_S = 900.0
@@ -67,6 +68,7 @@ class LogReadiness:
         self._pace = Pace(began_s)
         self._at: dict[int, tuple[float, str]] = {rank.rank: (0.0, "starting") for rank in launch.ranks}
         self._receipts: dict[tuple[str, int], str] = {}
+        self._adapters: dict[int, str] = {}
         self._patterns = {text: re.compile(text) for text in _patterns(launch)}
         self.heard_s = began_s
 
@@ -95,28 +97,31 @@ class LogReadiness:
         return Progress(min(share, 1.0), what, self._pace.eta_s(share, now_s))
 
     def lacking(self) -> tuple[str, ...]:
-        """What is wrong with the receipts so far: one sentence for each rank that has not shown one. Empty: none."""
-        return tuple(
-            sentence
+        """What is wrong with the receipts so far, a sentence each: what a rank has not shown, and the first thing in
+        which the ranks' adapters are not as they must be. Empty: nothing.
+        """
+        judged = [
+            _judge(receipt, self._receipts.get((receipt.name, rank.rank)), rank.rank, rank.node)
             for receipt in self._launch.expected
             for rank in self._launch.ranks
             if _concerns(receipt, rank.rank)
-            and (
-                sentence := _judge(
-                    receipt, self._receipts.get((receipt.name, rank.rank)), rank.rank, rank.node
-                )
-            )
-        )
+        ]
+        judged.append(refusal(self._launch, self._adapters))
+        return tuple(sentence for sentence in judged if sentence)
 
     def receipts(self) -> Mapping[str, str]:
         """What was shown, by name and rank."""
-        return {f"{name}, rank {rank}": value for (name, rank), value in self._receipts.items()}
+        shown = self._receipts | {("Engram adapter", rank): said for rank, said in self._adapters.items()}
+        return {f"{name}, rank {rank}": value for (name, rank), value in shown.items()}
 
     def _note_receipts(self, rank: int, line: str) -> None:
         for receipt in self._launch.expected:
             found = self._patterns[receipt.pattern].search(line)
             if found is not None and _concerns(receipt, rank):
                 self._receipts[receipt.name, rank] = found.groupdict().get("value") or found[0]
+        said = None if self._launch.adapter is None else find_receipt(line)
+        if said is not None:
+            self._adapters[rank] = said
 
     def _within(self, number: int, groups: Mapping[str, str | None]) -> float:
         """How far a counting line is on the way to the next milestone."""

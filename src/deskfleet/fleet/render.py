@@ -76,6 +76,7 @@ def render_launch(
         ranks=ranks,
         milestones=launcher.milestones(situation),
         expected=launcher.receipts(situation),
+        adapter=launcher.adapter(situation),
         secrets=secret_names(*(value for rank in ranks for value in rank.env.values())),
         warnings=tuple(dict.fromkeys(text for process in processes for text in process.warnings)),
     )

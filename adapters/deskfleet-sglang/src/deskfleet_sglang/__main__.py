@@ -19,6 +19,7 @@ from deskfleet_engram.host import HostRows
 from deskfleet_engram.host_split import write_split
 from deskfleet_engram.manifest import read_manifest
 from deskfleet_engram.native import NativeOptions, RowCache
+from deskfleet_engram.proof import write_proof
 from deskfleet_sglang.adapter import columns_of
 
 FAULTS = 1e-3
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             verb.add_argument("--to", type=Path, default=None, help="by default PACK/split")
         else:
             verb.add_argument("--lookups", type=int, default=1000)
+            verb.add_argument("--result", type=Path, metavar="FILE", help="what was measured, as JSON")
             verb.add_argument("--kernel-source", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     try:
@@ -60,11 +62,17 @@ def main(argv: list[str] | None = None) -> int:
             proof = importlib.import_module("deskfleet_sglang.prove")
             if given.kernel_source is not None:
                 importlib.import_module("deskfleet_sglang.standalone").load(given.kernel_source)
+            said: list[str] = []
+            seconds: dict[str, list[float]] = {}
             with opened() as rows:
-                for line in proof.prove(rows, given.checkpoint, given.lookups):
+                for line in proof.prove(rows, given.checkpoint, given.lookups, seconds):
                     print(line, flush=True)
+                    said.append(line)
             with opened(NativeOptions(faults=f"seed=1,eio={FAULTS}", retries=0), RowCache(0)) as broken:
-                print(proof.check_failures(broken, given.checkpoint, given.lookups))
+                said.append(proof.check_failures(broken, given.checkpoint, given.lookups))
+                print(said[-1])
+            if given.result is not None:
+                write_proof(given.result, said, seconds)
             return 0
         with opened() as rows:
             for table in rows.tables.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,7 +68,6 @@ class Adapter:
         self._pages: dict[int, MappedPages] = {}
         self._is_proven = False
         self._compared: dict[str, int] = {}
-        self._counters_at_s = 0.0
         table = type("DiskTable", (DiskTable,), {"opener": self, "__module__": __name__})
         hooks = [
             Hook(f"{_ENGRAM}._HostTable", table, "REPLACE"),
@@ -193,6 +193,8 @@ class Adapter:
                 )
         check_hashing(result.engram_hasher, rows)
         self._write_receipt()
+        if not self._is_proven and self._counters is not None:
+            _publish_always(self._counters)
         self._is_proven = True
         _logger.info("%s", rows.log_line())
 
@@ -205,7 +207,6 @@ class Adapter:
         ids = hashed(manager.engram_hasher, batch)
         if ids is not None:
             self._prefetcher.ask(ids)
-        self._publish_counters()
         return prepared
 
     def before_answers(self, scheduler: Any, batch: Any, result: Any) -> None:
@@ -250,16 +251,25 @@ class Adapter:
         if self._settings.receipts_dir is not None:
             write_receipt(self._settings.receipts_dir, f"sglang-rank{rows.rank}-receipt.json", document)
 
-    def _publish_counters(self) -> None:
-        """Say what was read so far, now and then. A disk that is full must not end a server."""
-        now_s = time.monotonic()
-        if self._counters is None or now_s < self._counters_at_s + COUNTERS_INTERVAL_S:
-            return
-        self._counters_at_s = now_s
+
+def _publish_always(counters: RankCounters) -> threading.Thread:
+    """Publish now, and every few seconds by a thread, also while nothing is served: what grows old counts as ended."""
+
+    def publish() -> None:
         try:
-            self._counters.publish()
-        except EngramError as error:
+            counters.publish()
+        except EngramError as error:  # a disk that is full must not end a server
             _logger.warning("deskfleet-engram: %s", error)
+
+    def run() -> None:
+        while True:
+            time.sleep(COUNTERS_INTERVAL_S)
+            publish()
+
+    publish()
+    thread = threading.Thread(target=run, name="deskfleet-engram-counters", daemon=True)
+    thread.start()
+    return thread
 
 
 def _leave_table_out(embedding: Any, state: Any, prefix: str, metadata: Any) -> None:

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from deskfleet_engram.errors import EngramError, SelectionError
 from deskfleet_engram.manifest import read_manifest
 from deskfleet_engram.native_blocks import use_native_blocks
-from deskfleet_engram.ownership import select_columns, spell_numbers
+from deskfleet_engram.ownership import Split, select_columns, spell_numbers
 from deskfleet_engram.pack import PackProgress, pack
 from deskfleet_engram.source import open_source, read_spec
 from deskfleet_engram.unpack import unpack
@@ -54,6 +54,8 @@ def _use_fastest() -> str:
 
 
 def _pack(args: argparse.Namespace) -> int:
+    if args.split is not None and args.rank is None:
+        args.fail("--split says which columns are a rank's: give --rank and --world-size")
     try:
         columns = select_columns(
             read_spec(args.model),
@@ -61,6 +63,7 @@ def _pack(args: argparse.Namespace) -> int:
             columns=args.columns,
             rank=args.rank,
             world_size=args.world_size,
+            split=args.split or "strided",
         )
     except SelectionError as error:
         args.fail(error.message)
@@ -175,8 +178,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--layers", type=_numbers, help="ids of the layers, such as 1,14; all by default")
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--columns", type=_numbers, help="columns, such as 0-7,12; all by default")
-    which.add_argument("--rank", type=int, help="only the columns of this rank, strided; needs --world-size")
+    which.add_argument("--rank", type=int, help="only the columns that this rank reads; needs --world-size")
     sub.add_argument("--world-size", type=int, help="number of ranks")
+    sub.add_argument(
+        "--split",
+        choices=get_args(Split),
+        help="how --rank's engine shares tables out: strided is deskfleet's own, runs of columns are vLLM's and "
+        "SGLang's, rows is every column that an equal range of rows touches; default: strided",
+    )
     sub.add_argument("--max-rate", type=_rate, help="bytes to read per second at most, such as 300M")
     sub.add_argument("--restart", action="store_true", help="throw away what an interrupted run left")
     sub.add_argument("--allow-holes", action="store_true", help="take holes of a sparse source for zeros")

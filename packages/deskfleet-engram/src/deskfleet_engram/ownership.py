@@ -18,6 +18,9 @@ from deskfleet_engram.errors import GeometryError, SelectionError
 from deskfleet_engram.geometry import EngramGeometry, EngramSpec
 from deskfleet_engram.portable import NOT_MINE
 
+Split = Literal["strided", "runs", "rows"]
+"""How a rank's share is cut: columns dealt out one by one, columns in equal runs, or equal ranges of rows."""
+
 PAD_COLUMN = -1
 """Stands where a rank has no column, because the columns do not divide evenly; its rows are NOT_MINE."""
 
@@ -143,11 +146,13 @@ def select_columns(
     columns: Sequence[int] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
+    split: Split = "strided",
 ) -> list[tuple[int, int]]:
     """Return the (layer id, column) pairs that were asked for: of all layers or `layers`, all columns or `columns`, or
-    those of one rank, strided.
+    those that one rank reads.
 
-    Raises SelectionError for what does not exist, and for a rank without a number of ranks.
+    By rows, the columns at the ends of a rank's range are another rank's too, and may differ between layers. Raises
+    SelectionError for what does not exist, and for a rank without a number of ranks.
     """
     if (rank is None) != (world_size is None):
         raise SelectionError("rank and world size go together", hint="give both, or neither for all columns")
@@ -157,16 +162,26 @@ def select_columns(
         raise SelectionError(
             f"layers {spell_numbers(layers or ())}: Engram layers are {spell_numbers(spec.layer_ids)}"
         )
-    chosen = tuple(columns or range(spec.num_columns))
-    if rank is not None and world_size is not None:
-        if not 0 <= rank < world_size:
-            raise SelectionError(
-                f"rank {rank} of {world_size}: ranks count from 0 to one less than there are"
+    wanted = tuple(layers or spec.layer_ids)
+    if rank is None or world_size is None:
+        return [(layer, column) for layer in wanted for column in columns or range(spec.num_columns)]
+    if not 0 <= rank < world_size:
+        raise SelectionError(f"rank {rank} of {world_size}: ranks count from 0 to one less than there are")
+    if split == "rows":
+        geometry = EngramGeometry.build(spec)
+        shares = {
+            layer: RowOwnership(num_rows, world_size).columns(geometry, position, rank)
+            for position, (layer, num_rows) in enumerate(
+                zip(spec.layer_ids, spec.num_embeddings, strict=True)
             )
-        chosen = ColumnOwnership.split(spec.num_columns, world_size).columns(rank)
-        if not chosen:
-            raise SelectionError(f"rank {rank} of {world_size} reads none of the {spec.num_columns} columns")
-    return [(layer, column) for layer in layers or spec.layer_ids for column in chosen]
+        }
+    else:
+        order: Literal["strided", "contiguous"] = "strided" if split == "strided" else "contiguous"
+        own = ColumnOwnership.split(spec.num_columns, world_size, order).columns(rank)
+        shares = dict.fromkeys(spec.layer_ids, own)
+    if not any(shares[layer] for layer in wanted):
+        raise SelectionError(f"rank {rank} of {world_size} reads none of the {spec.num_columns} columns")
+    return [(layer, column) for layer in wanted for column in shares[layer]]
 
 
 def spell_numbers(numbers: Sequence[int]) -> str:
@@ -191,4 +206,4 @@ def _check_rank(rank: int, world_size: int) -> int:
     return rank
 
 
-__all__ = ["PAD_COLUMN", "ColumnOwnership", "RowOwnership", "select_columns", "spell_numbers"]
+__all__ = ["PAD_COLUMN", "ColumnOwnership", "RowOwnership", "Split", "select_columns", "spell_numbers"]

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, get_args
 
 from deskfleet.fleet.fabric import NodeFabric
 from deskfleet.fleet.facts import NodeFacts
-from deskfleet.fleet.launch import HEAD_RANK, Milestone, Mount, Receipt
+from deskfleet.fleet.launch import HEAD_RANK, AdapterReceipts, Milestone, Mount, Receipt
 from deskfleet.fleet.spec import LOCAL, FleetSpec, NodeSpec
 from deskfleet.planner.engines.contract import Refusal
 from deskfleet.planner.plan import MemoryPlan
@@ -191,6 +191,9 @@ class EngineLauncher(Protocol):
 
     def receipts(self, at: Situation) -> tuple[Receipt, ...]:
         """What must have been logged before it is trusted."""
+
+    def adapter(self, at: Situation) -> AdapterReceipts | None:
+        """The same of our adapter; None where none is at work."""
 
 
 __all__ = [

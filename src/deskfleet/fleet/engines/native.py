@@ -84,6 +84,10 @@ class NativeLauncher:
         """The same: the engine's front checks them."""
         return ()
 
+    def adapter(self, at: Situation) -> None:
+        """It reads rows itself."""
+        return None
+
 
 LAUNCHER = NativeLauncher()
 

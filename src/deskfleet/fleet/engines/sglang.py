@@ -21,8 +21,8 @@ from deskfleet.fleet.engines.stock import (
     NO_EAGER,
     NO_KEYS,
     StockLauncher,
+    column_runs,
     model_path,
-    rows_receipts,
 )
 from deskfleet.fleet.engines.vllm import MAX_IMAGES, WAIT_LIMIT_S, compact
 from deskfleet.fleet.launch import HEAD_RANK, Milestone, Receipt
@@ -95,6 +95,14 @@ class SglangLauncher(StockLauncher):
                         "leave it out",
                     )
                 )
+        if self.uses_adapter(at) and len({len(run) for run in column_runs(at)}) > 1:
+            refusals.append(
+                Refusal(
+                    "Engram",
+                    f"{at.tp_size} ranks do not divide the tables' columns, and {self.title} would cut through one",
+                    "use 1, 2, 3, 4, 6 or 8 ranks",
+                )
+            )
         if at.plan.layout.num_drafts and at.plan.inventory.draft_block <= 1:
             refusals.append(
                 Refusal(
@@ -241,7 +249,7 @@ class SglangLauncher(StockLauncher):
             variables.append(
                 Variable(ADAPTER_VARIABLE, ENGRAM_PATH, "where our adapter finds this node's rows")
             )
-        return variables
+        return [*variables, *self.adapter_variables(at)]
 
     def milestones(self, at: Situation) -> tuple[Milestone, ...]:
         """Lines of 0.5.23's source; shares from a published start of 12 minutes on three nodes (S2-09)."""
@@ -273,7 +281,6 @@ class SglangLauncher(StockLauncher):
                 at_least=pool_tokens(at),
                 reason="the pool was cut down: memory was taken by something else, or the fraction is too small",
             ),
-            *(rows_receipts(at) if self.uses_adapter(at) else ()),
         )
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from deskfleet.fleet.engines.arguments import Flag, Forbidden, Options, merge_arguments
 from deskfleet.fleet.engines.contract import (
+    CACHE_PATH,
     CHECKPOINT_PATH,
     ENGRAM_PATH,
     PACK_MANIFEST,
@@ -27,7 +28,7 @@ from deskfleet.fleet.engines.environment import (
     common_variables,
     merge_environment,
 )
-from deskfleet.fleet.launch import Milestone, Mount, Receipt
+from deskfleet.fleet.launch import AdapterReceipts, Milestone, Mount, Receipt
 from deskfleet.planner.engines.contract import Refusal
 from deskfleet.planner.engines.registry import rules_of
 from deskfleet.planner.engines.stock import StockRules
@@ -40,6 +41,13 @@ ADAPTER_KEY = "deskfleet_engram"
 
 ADAPTER_VARIABLE = "DESKFLEET_ENGRAM_PACK"
 """The same for SGLang, which has no channel of its own for it."""
+
+STORE_VARIABLE, STORES = "DESKFLEET_ENGRAM_STORE", ("auto", "mapped", "callback")
+"""By this variable of `[engine] env` the user says how an adapter reads rows. The third way waits for the ids in the
+middle of a step, which no captured graph can."""
+
+RECEIPTS_VARIABLE = "DESKFLEET_ENGRAM_RECEIPTS"
+"""Where an adapter writes each rank's receipt and counters."""
 
 FORK_VARIABLES: Mapping[str, Capability | None] = {
     "VLLM_ENABLE_ROCE_": "roce-collectives",
@@ -148,6 +156,23 @@ class StockLauncher(ABC):
         """What the image has beyond the release."""
         return self.provides | at.capabilities
 
+    def adapter(self, at: Situation) -> AdapterReceipts | None:
+        """Each rank's columns. Both engines share them out in runs: rank r has r * n to (r + 1) * n - 1."""
+        if not self.uses_adapter(at):
+            return None
+        return AdapterReceipts(
+            columns=tuple((run[0], run[-1]) for run in column_runs(at)), store=asked_store(at)
+        )
+
+    def adapter_variables(self, at: Situation) -> list[Variable]:
+        """What every adapter is told. Two fleets on a node must not write the same files."""
+        if not self.uses_adapter(at):
+            return []
+        place = f"{CACHE_PATH}/engram-receipts/{at.spec.name}"
+        return [
+            Variable(RECEIPTS_VARIABLE, place, "each rank's receipt and counters, on this node's own disk")
+        ]
+
     def forbidden_at(self, at: Situation) -> Mapping[str, Forbidden]:
         """Flags that must not be given in this situation."""
         return self.forbidden
@@ -213,6 +238,19 @@ class StockLauncher(ABC):
                 f"{', '.join(unpacked)}: no pack of rows, and the adapter reads nothing else",
                 "run deskfleet fleet pack",
             )
+        if not all(column_runs(at)):
+            return Refusal(
+                "Engram",
+                f"{at.tp_size} ranks: some would have no column of the tables, and {self.title} cannot do that",
+                "use fewer ranks",
+            )
+        store = asked_store(at)
+        if store not in (None, *STORES):
+            return Refusal(
+                "Engram",
+                f"[engine] env has {STORE_VARIABLE}={store}, and steps are captured in graphs",
+                f"give one of {', '.join(STORES)}",
+            )
         return None
 
     def _indexer_refusal(self, at: Situation) -> Refusal | None:
@@ -259,6 +297,21 @@ def model_path(at: Situation, rank: int) -> str:
     return checkpoint_place(at.node(rank).paths.checkpoint)[1]
 
 
+def column_runs(at: Situation) -> list[tuple[int, ...]]:
+    """Each rank's columns of the tables, as both engines share them out; empty for a rank that has none."""
+    tables = at.plan.inventory.engram
+    if tables is None:
+        return [()] * at.tp_size
+    owners = ColumnOwnership.split(tables.num_columns, at.tp_size, "contiguous")
+    return [owners.columns(rank) for rank in range(at.tp_size)]
+
+
+def asked_store(at: Situation) -> str | None:
+    """How the adapter is to read rows; None when it chooses."""
+    store = at.spec.engine.env.get(STORE_VARIABLE, "auto")
+    return None if store == "auto" else store
+
+
 def _mounts(at: Situation, rank: int) -> Iterator[Mount]:
     paths = at.node(rank).paths
     yield checkpoint_place(paths.checkpoint)[0]
@@ -291,26 +344,6 @@ def _cache_refusal(at: Situation) -> Refusal | None:
     return None
 
 
-def rows_receipts(at: Situation) -> Iterator[Receipt]:
-    """What the adapter logs on each rank: the columns that it reads. Another rank's give fluent nonsense (G-23).
-
-    Both engines share columns out in order, r * n to (r + 1) * n - 1; SGLang only where they divide, else rows.
-    """
-    tables = at.plan.inventory.engram
-    if tables is None or tables.num_columns % at.tp_size:
-        return
-    owners = ColumnOwnership.split(tables.num_columns, at.tp_size, "contiguous")
-    for rank in range(at.tp_size):
-        columns = owners.columns(rank)
-        yield Receipt(
-            name=f"Engram rows of rank {rank}",
-            pattern=r"deskfleet-engram: columns (?P<value>\d+-\d+) of \d+ from disk",
-            equals=f"{columns[0]}-{columns[-1]}",
-            ranks=(rank,),
-            reason="the adapter is not at work, or this rank would read another's rows",
-        )
-
-
 __all__ = [
     "ADAPTER_KEY",
     "ADAPTER_VARIABLE",
@@ -319,7 +352,8 @@ __all__ = [
     "NO_EAGER",
     "NO_KEYS",
     "StockLauncher",
+    "asked_store",
     "checkpoint_place",
+    "column_runs",
     "model_path",
-    "rows_receipts",
 ]

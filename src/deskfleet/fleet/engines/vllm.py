@@ -20,8 +20,8 @@ from deskfleet.fleet.engines.stock import (
     NO_EAGER,
     NO_KEYS,
     StockLauncher,
+    asked_store,
     model_path,
-    rows_receipts,
 )
 from deskfleet.fleet.launch import HEAD_RANK, Milestone, Receipt
 from deskfleet.planner.engine_rules import largest_utilisation
@@ -108,6 +108,15 @@ class VllmLauncher(StockLauncher):
         """Experts are whole on all ranks or on none."""
         refusals = super().refusals(at)
         layout = at.plan.layout
+        if layout.kv_format != "fp8":
+            refusals.append(
+                Refusal(
+                    "KV format",
+                    f"{layout.kv_format} KV: {self.title} is launched with fp8, and {layout.kv_format} has kernels in "
+                    "other images only",
+                    "leave kv_format out; fp8 takes no more memory than nvfp4",
+                )
+            )
         if layout.ep_size not in (1, layout.tp_size):
             refusals.append(
                 Refusal(
@@ -277,8 +286,10 @@ class VllmLauncher(StockLauncher):
         config = {"cpu_offload": placement != "device"}
         flags = [Flag("--engram-config", compact(config), f"plan: Engram on {placement}")]
         if self.uses_adapter(at):
-            told = compact({ADAPTER_KEY: {"pack": ENGRAM_PATH}})
-            flags.append(Flag("--additional-config", told, "where our adapter finds this node's rows"))
+            store = asked_store(at)
+            told = {"pack": ENGRAM_PATH} | ({} if store is None else {"store": store})
+            reason = "where our adapter finds this node's rows"
+            flags.append(Flag("--additional-config", compact({ADAPTER_KEY: told}), reason))
         return flags
 
     # --- environment and log --------------------------------------------------------------------------
@@ -289,6 +300,7 @@ class VllmLauncher(StockLauncher):
             Variable("VLLM_HOST_IP", at.address_of(rank), "this node's first [nodes] fabric"),
             Variable("VLLM_CACHE_ROOT", f"{CACHE_PATH}/vllm", "this node's own disk"),
             Variable("VLLM_NO_USAGE_STATS", "1", "no reports to anybody"),
+            *self.adapter_variables(at),
             Variable(
                 "VLLM_ENGINE_READY_TIMEOUT_S",
                 str(START_LIMIT_S),
@@ -336,7 +348,7 @@ class VllmLauncher(StockLauncher):
         )
 
     def receipts(self, at: Situation) -> tuple[Receipt, ...]:
-        """A pool for at least one request of full length, the kernels that were asked for, and the right rows."""
+        """A pool for at least one request of full length, and the kernels that were asked for."""
         return (
             Receipt(
                 name="KV pool",
@@ -346,7 +358,6 @@ class VllmLauncher(StockLauncher):
                 reason="the pool is smaller than one request of full length",
             ),
             *self.kernel_receipts(at),
-            *(rows_receipts(at) if self.uses_adapter(at) else ()),
         )
 
     def kernel_receipts(self, at: Situation) -> Sequence[Receipt]:
