@@ -1,23 +1,38 @@
-"""What the gateway adds is measured on the real gateway, upstream and load generator, each a process. About 25 s."""
+"""What the gateway adds is measured on the real gateway, upstream and load generator, each a process. About 40 s."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import uvloop
+from aiohttp import web
 from load_runs import PROVENANCE
 from msgspec.structs import replace
 
 from deskfleet.bench.gateway.clock import Clock
+from deskfleet.bench.gateway.generator import Job, run_job
 from deskfleet.bench.gateway.page import render_gateway
 from deskfleet.bench.gateway.processes import LITELLM_INSTALL, find_litellm
-from deskfleet.bench.gateway.record import DIRECT, FRONT, INSIDE, LITELLM, GatewayResult, GatewaySample, Load
+from deskfleet.bench.gateway.record import (
+    DIRECT,
+    FRONT,
+    INSIDE,
+    LITELLM,
+    WAYS,
+    GatewayResult,
+    GatewaySample,
+    Load,
+)
+from deskfleet.bench.gateway.run import GatewaySuite
 from deskfleet.bench.report import render_report
 from deskfleet.errors import ConfigError
 
@@ -95,17 +110,64 @@ def test_all_ways_are_measured_and_a_slow_one_is_seen(tmp_path: Path) -> None:
         assert sample.num_tokens == all_tokens
         assert len(sample.ttft_ms) == sample.load.streams * (sample.load.requests - 1)
         assert (sample.cpu_s is None) == (sample.way == DIRECT)
+    assert [(load.streams, load.starts, load.step_s > 0) for load in result.loads()] == [
+        (1, "at once", True),
+        (4, "spread", True),
+        (4, "at once", True),
+        (4, "at once", False),
+    ]
     rows = {
         (row["way"], row["load"]["streams"], row["load"]["step_s"]): row for row in found["summary"]["rows"]
+    }
+    assert {(row["way"], row["load"]["starts"]) for row in found["summary"]["rows"]} == {
+        *((way, starts) for way in (DIRECT, FRONT, INSIDE) for starts in ("spread", "at once")),
+        (LITELLM, "at once"),
     }
     # The stub waits 20 ms before every line: its first token is late by that, and its rate a fraction.
     assert rows[LITELLM, 1, 0.005]["added_p50_ms"]["median"] > 15
     assert rows[LITELLM, 1, 0.005]["kept_rate"]["median"] < 0.5
     assert rows[FRONT, 4, 0]["times_litellm"]["median"] > 1
-    assert found["summary"]["verdicts"]
+    judged = [each["target"] for each in found["summary"]["verdicts"] if "TTFT" in each["target"]]
+    assert [target.partition(":")[0] for target in judged] == [
+        "1 stream at 200 tokens/s each",
+        "4 streams at 50 tokens/s each, starts spread",
+    ]
     text = render_report([out])
     assert "## 2026-01-31-gateway" in text
     assert f"| 1 stream at 200 tokens/s each: {FRONT} |" in text
+
+
+def test_a_quick_run_leaves_out_only_what_no_target_is_about() -> None:
+    suite = GatewaySuite(checkpoint=Path(), front_command=lambda url: (), rounds=2, is_quick=True)
+    taking = {
+        (load.streams, load.starts, load.step_s > 0, way, number)
+        for load in suite.loads()
+        for way in WAYS
+        for number in (1, 2)
+        if suite.takes_part(way, load, number)
+    }
+    first, second = ({each[:4] for each in taking if each[4] == number} for number in (1, 2))
+    judged = {
+        (1, "at once", True),
+        *((streams, "spread", True) for streams in (32, 256)),
+        *((streams, "at once", False) for streams in (32, 256)),
+    }
+    assert second == {(*load, way) for load in judged for way in (DIRECT, FRONT)}
+    crowds = {(streams, "at once", True) for streams in (32, 256)}
+    assert first - second == {
+        *((*load, way) for load in crowds for way in (DIRECT, FRONT)),
+        (1, "at once", True, LITELLM),
+        *((streams, "at once", False, LITELLM) for streams in (32, 256)),
+    }
+    whole = dataclasses.replace(suite, is_quick=False)
+    left_out = [
+        (way, load.starts)
+        for load in whole.loads()
+        for way in WAYS
+        for number in (1, 2)
+        if not whole.takes_part(way, load, number)
+    ]
+    assert set(left_out) == {(LITELLM, "spread")}
 
 
 def test_without_litellm_the_result_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +239,43 @@ def test_streams_step_together_and_on_the_grid() -> None:
     for other in others:
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < 0.01
     assert (one[-1] - one[0]) / 9 == pytest.approx(0.02, rel=0.1)
+
+
+def test_no_step_comes_twice_on_a_loop_that_counts_in_milliseconds() -> None:
+    async def steps(count: int) -> float:
+        clock = Clock()
+        clock.step_s = 0.005
+        await clock.tick()
+        began_s = time.monotonic()
+        for _ in range(count):
+            await clock.tick()
+        return time.monotonic() - began_s
+
+    assert uvloop.run(steps(60)) > 0.9 * 60 * 0.005
+
+
+async def test_spread_starts_come_one_by_one_in_their_turn() -> None:
+    """Each at the place of its stream in the period; one that has to wait for its answer is late, and counted."""
+    begins: list[float] = []
+
+    async def chat(request: web.Request) -> web.Response:
+        begins.append(time.monotonic())
+        await asyncio.sleep(0.5 if len(begins) == 5 else 0)
+        usage = b'data: {"choices":[],"usage":{"completion_tokens": 2}}\n\n'
+        return web.Response(body=b'data: {"choices":[{"delta":{"content": "a"}}]}\n\n' + usage)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        began_s = time.monotonic()
+        job = Job(url=url, model="m", streams=4, requests=3, tokens=2, spread_s=0.0, period_s=0.4)
+        outcome = await run_job(job)
+    finally:
+        await runner.cleanup()
+    assert (outcome.num_failed, outcome.failure, len(outcome.ttft_s)) == (0, None, 8)
+    assert outcome.num_late >= 1
+    assert all(at_s - began_s >= 0.1 * place for place, at_s in enumerate(sorted(begins)))

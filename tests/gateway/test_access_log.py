@@ -16,10 +16,12 @@ import openai
 import pytest
 from chat_scripts import CHAT, HELLO, MODEL, ask, ask_streaming, ids, says, settings
 
+from deskfleet.endpoint import TokenChunk
 from deskfleet.errors import ConfigError, EngineError
-from deskfleet.gateway.access_log import AccessLog, accept_request_id
+from deskfleet.gateway.access_log import AccessLog, accept_request_id, log_fields
 from deskfleet.gateway.app import serving
 from deskfleet.gateway.key_file import change_key_file, make_secret
+from deskfleet.gateway.metrics import GatewayMetrics
 from deskfleet.gateway.observation import ObservationSettings
 from deskfleet.gateway.policy_file import PolicyStore
 from deskfleet.gateway.recent import RequestRecord
@@ -81,6 +83,22 @@ async def test_one_line_per_request_with_everything_that_is_known(tmp_path: Path
     assert SECRET not in text
     assert "secret question" not in text
     assert path.stat().st_mode & 0o007 == 0
+
+
+def test_what_drafts_were_worth_is_logged() -> None:
+    record = RequestRecord(
+        request_id="r", method="POST", path="/v1/messages", began_s=1.0, began_at=0.0, protocol="messages"
+    )
+    meter = GatewayMetrics(MODEL).meter(record, 7, 1.5)
+    meter.chunk(TokenChunk((5,), None, 7), 2.0)
+    counts = {"num_drafted": 10, "num_accepted": 6, "num_verify_steps": 2, "num_wasted_rows": 4}
+    meter.chunk(TokenChunk((6, 7), None, 7, "stop", **counts), 3.0)
+    assert not log_fields(record).keys() & {"drafted", "verify_steps"}, "not before it is over"
+    meter.end()
+    logged = log_fields(record)
+    assert {
+        f"num_{name}": logged[name] for name in ("drafted", "accepted", "verify_steps", "wasted_rows")
+    } == counts
 
 
 async def test_the_name_of_a_key_is_logged_and_never_the_key(tmp_path: Path) -> None:

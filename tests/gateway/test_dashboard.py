@@ -132,6 +132,27 @@ async def test_the_state_has_names_and_numbers_and_no_words() -> None:
     assert state["model"] == MODEL
 
 
+async def test_who_waits_is_shown_with_its_place() -> None:
+    """Under the name that the client chose. One at a time runs, here for as long as the test takes."""
+    places: dict[str, int | None] = {}
+    async with gateway(Script(ids("a b"), delay_s=600), max_running=1) as (url, _):
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+        asked = []
+        async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+            for name in ("first", "second", "third"):
+                asked.append(asyncio.create_task(ask(client, extra_headers={"x-request-id": name})))
+                while name not in places:
+                    async with session.get(f"{url}/ui/state") as response:
+                        places = {
+                            row["id"]: row["queue_position"] for row in (await response.json())["running"]
+                        }
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await client.close()
+    assert places == {"first": None, "second": 1, "third": 2}
+
+
 def test_points_are_rates_of_the_time_between_looks() -> None:
     now_s = 100.0
     metrics, recent = GatewayMetrics(), RecentRequests()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -149,6 +150,59 @@ async def test_logprobs(stream: bool) -> None:
     assert offsets[0] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sizes", [(1,), (3,), (100,)])
+@pytest.mark.parametrize(
+    ("prompt", "shown", "begins"),
+    [
+        ("once €", "once €", True),
+        (f"{BOS}<｜User｜>hi", f"{BOS}<｜User｜>hi", False),
+        (list(ids("in € ids")), "in € ids", False),
+        # Half of a character, whose other half is the beginning of the answer.
+        (list(ids("halves €")[:-1]), "halves ", False),
+    ],
+)
+async def test_the_prompt_is_repeated_with_its_logprobs(
+    prompt: Any, shown: str, begins: bool, sizes: tuple[int, ...], stream: bool
+) -> None:
+    answer = ids("€")[-1:] + ids(" and more") if shown == "halves " else ids(" and more")
+    text = "halves € and more" if shown == "halves " else f"{shown} and more"
+    async with served(Script((*answer, *ids(EOS)), chunk_sizes=sizes)) as to:
+        told = await to.openai.completions.create(
+            **ask(prompt=prompt, echo=True, logprobs=2, stop="once", stream=stream)
+        )
+        choices = [chunk.choices[0] async for chunk in told] if stream else told.choices
+        bare = await to.openai.completions.create(**ask(prompt=prompt, echo=True))
+    assert "".join(choice.text for choice in choices) == bare.choices[0].text == text, "no stop in the prompt"
+    assert bare.choices[0].logprobs is None
+    request, plain = to.engine.requests
+    assert (request.sampling.prompt_logprobs, plain.sampling.prompt_logprobs) == (2, None)
+    told_ids = (*request.prompt_token_ids, *answer)
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    expected = [invented_logprob(token_id, 2) for token_id in told_ids]
+    assert values == [None, *(entry.logprob for entry in expected[1:])]
+    assert [top and len(top) for top in tops] == [None, *(2 for _ in expected[1:])]
+    assert len(tokens) == len(offsets) == len(told_ids)
+    assert tokens[0] == text_of(told_ids[:1])
+    assert offsets == sorted(offsets)
+    assert offsets[: 1 + begins] == [0] * (1 + begins), "what the client did not send has no text"
+
+
+async def test_an_engine_that_tells_nothing_of_the_prompt_is_an_error() -> None:
+    class Silent(ScriptedEngine):
+        async def generate(self, request: Any) -> Any:
+            asked = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+            async for chunk in super().generate(asked):
+                yield chunk
+
+    async with served(Silent(says("ok"))) as to:
+        status, body, _ = await to.post("/v1/completions", ask(echo=True, logprobs=0))
+    assert (status, "log probabilities of the prompt" in body["error"]["message"]) == (503, True)
+
+
 async def test_a_form_is_enforced() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -166,7 +220,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"n": 2}, "n"),
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),

@@ -19,7 +19,7 @@ from deskfleet.endpoint import TokenChunk
 from deskfleet.errors import PromptTooLong, RequestError
 from deskfleet.gateway.app import CALLER, serving
 from deskfleet.gateway.policies.contract import Caller, Draft, Watcher, with_generate, with_sampling
-from deskfleet.gateway.protocol import apply_policies
+from deskfleet.gateway.protocol import apply_policies, watchers_of
 from deskfleet.testing.scripted import ScriptedEngine
 
 ROUTES = {
@@ -126,8 +126,8 @@ def test_whether_an_answer_fits_is_asked_when_policies_have_spoken(name: str) ->
     huge = request_body(name, tools=False, thinking=False, **{param: 10**9})
     prepared = protocol(name).prepare(json.dumps(huge).encode(), "id")
     assert prepared.generate.sampling.max_tokens == 10**9, "the wish as it is"
-    shaped, watchers = apply_policies(prepared, [at_most(9)])
-    assert (shaped.generate.sampling.max_tokens, watchers) == (9, ())
+    shaped = apply_policies(prepared, [at_most(9)])
+    assert (shaped.generate.sampling.max_tokens, watchers_of(shaped, [at_most(9)])) == (9, ())
     for policies in ([], [at_most(9), at_most(9000)]):
         with pytest.raises(PromptTooLong) as raised:
             apply_policies(prepared, policies)

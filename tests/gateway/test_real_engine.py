@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
@@ -63,6 +64,40 @@ async def direct(engine: EngineClient, text: str, max_tokens: int) -> tuple[str,
         token_ids += chunk.token_ids
         logprobs += [entry.logprob for entry in chunk.logprobs or ()]
     return TOKENIZER.decode(token_ids, skip_special_tokens=False), logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_repeated_with_the_log_probabilities_of_a_score(
+    engine: EngineClient, stream: bool
+) -> None:
+    text = "a fixed text, long enough for more than one block of the cache, twice over: " * 2
+    async with connected(engine) as client:
+        fields: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": text,
+            "max_tokens": 2,
+            "temperature": 0,
+            "echo": True,
+        }
+        for _ in range(2):  # the second time its beginning lies in the cache
+            told = await client.completions.create(**fields, logprobs=1, stream=stream)
+            choices = [chunk.choices[0] async for chunk in told] if stream else told.choices
+        plain = await client.completions.create(**fields)
+    token_ids = (0, *TOKENIZER.encode(text, add_special_tokens=False).ids)
+    logits = (await engine.score(token_ids)).astype(float)
+    logits -= logits.max(1, keepdims=True)
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs][: len(token_ids)]
+    tops = [top for choice in choices for top in choice.logprobs.top_logprobs][: len(token_ids)]
+    assert (values[0], tops[0]) == (None, None)
+    assert values[1:] == pytest.approx(
+        [row[token_id] for row, token_id in zip(expected, token_ids[1:], strict=False)], abs=1e-6
+    )
+    assert [next(iter(top.values())) for top in tops[1:]] == pytest.approx(
+        list(expected[:-1].max(1)), abs=1e-6
+    )
+    assert "".join(choice.text for choice in choices) == plain.choices[0].text
+    assert plain.choices[0].text.startswith(text)
 
 
 async def test_plain_and_streamed_say_what_the_engine_says(engine: EngineClient) -> None:

@@ -6,6 +6,7 @@ much; each is the least of several runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from deskfleet.gateway import stream
 from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.gateway.gate import Gate
 from deskfleet.gateway.policies.contract import Caller
-from deskfleet.gateway.protocol import apply_policies
+from deskfleet.gateway.protocol import apply_policies, watchers_of
 from deskfleet.gateway.protocols.chat import ChatProtocol
 from deskfleet.gateway.protocols.completions import CompletionsProtocol
 from deskfleet.gateway.protocols.messages import MessagesProtocol
@@ -143,6 +144,19 @@ async def test_an_answer_is_as_many_packets_as_chunks(monkeypatch: pytest.Monkey
     assert b'"usage":{' in answer[-1]
 
 
+async def test_what_an_answer_needs_is_made_at_the_loops_next_turn_or_when_it_is_wanted() -> None:
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        made.append(name)
+        return name
+
+    later, wanted = stream.Later(lambda: make("later")), stream.Later(lambda: make("wanted"))
+    assert (wanted(), made) == ("wanted", ["wanted"])
+    await asyncio.sleep(0)
+    assert (later(), wanted(), made) == ("later", "wanted", ["wanted", "later"])
+
+
 def cost_s(parser: Any, watchers: Sequence[stream.Watch], token_ids: tuple[int, ...]) -> float:
     """Send tokens one by one, as `stream_answer` does. Returns the processor's seconds a token."""
     began_s = time.thread_time()
@@ -166,8 +180,9 @@ def test_the_twenty_thousandth_token_costs_what_the_first_does(name: str) -> Non
     first: list[float] = []
     last: list[float] = []
     for _ in range(3):
-        watched, watchers = apply_policies(prepared, gate.policies_for(Caller()))
-        parser = protocol.parser(watched)
+        policies = gate.policies_for(Caller())
+        shaped = apply_policies(prepared, policies)
+        parser, watchers = protocol.parser(shaped), watchers_of(shaped, policies)
         costs = [
             cost_s(parser, watchers, answer_ids[start : start + BLOCK]) for start in range(0, 20_000, BLOCK)
         ]

@@ -137,6 +137,33 @@ async def test_an_engine_that_answers_and_does_nothing_is_given_up(engine: str) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+async def test_who_compiles_for_the_first_token_is_waited_for_by_the_probe_alone(engine: str) -> None:
+    """Its counters stand still for longer than a client's request may be silent. Nor does a probe wait for ever."""
+    patient = replace(HASTY, first_token_s=20.0)
+    async with upstream(engine, options=patient) as (engine_, server):
+        server.is_stuck = True
+        probing = asyncio.create_task(engine_.probe())
+        with pytest.raises(UpstreamFailed, match="has done nothing for"):
+            await answer(engine_, asking())
+        assert not probing.done()
+        server.is_stuck = False
+        await probing
+    async with upstream(engine) as (engine_, server):
+        server.is_stuck = True
+        with pytest.raises(UpstreamFailed, match="has done nothing for"):
+            await engine_.probe()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_log_probabilities_of_a_prompt_are_refused(engine: str) -> None:
+    async with upstream(engine) as (engine_, server):
+        with pytest.raises(RequestError, match="not asked for the log probabilities of a prompt") as error:
+            await answer(engine_, asking(prompt_logprobs=0))
+    assert error.value.param == "echo"
+    assert not server.requests
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 async def test_a_busy_engine_is_waited_for(engine: str) -> None:
     """Silent for four times the patience, while its counters move: a long queue, or a long prompt."""
     slow = replace(ANSWER, first_delay_s=2.0)

@@ -296,12 +296,17 @@ def test_real_events_of_vllm() -> None:
 
 
 async def test_real_counters_of_vllm() -> None:
-    samples = read_samples(REAL_METRICS, "url", labels=("finished_reason",))
+    names = ("vllm:request_success_total", "vllm:iteration_tokens_total_count", "absent")
+    samples = read_samples(REAL_METRICS, "url", names, labels=("finished_reason",))
     assert samples["vllm:request_success_total"] == 7
+    assert set(samples) - {
+        f"{names[0]}{{finished_reason={why}}}" for why in ("stop", "length", "abort")
+    } == set(names[:2]), "what nobody asked for is not parsed: streams wait meanwhile"
+    assert read_samples(REAL_METRICS + b"other{ 1\n", "url", names, labels=("finished_reason",)) == samples
     assert marker_from(samples, ("vllm:iteration_tokens_total_count", "absent")) == (1043.0,)
     assert marker_from(samples, ("absent",)) is None
     with pytest.raises(UpstreamFailed, match="is not Prometheus text"):
-        read_samples(b"<html>", "url")
+        read_samples(b"<html>", "url", names)
     async with upstream("vllm") as (engine, server):
         server._metric_lines = lambda: REAL_METRICS.decode().splitlines()  # type: ignore[method-assign]
         stats = await engine.stats()

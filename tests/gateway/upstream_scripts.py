@@ -22,7 +22,13 @@ VOCABULARY = Vocabulary.from_checkpoint(CHECKPOINT)
 PROMPT = (0, 20, 21, 22)
 ANSWER = says("one two three")
 HASTY = UpstreamOptions(
-    answer_s=4.0, silence_s=0.2, look_s=0.2, stall_s=0.3, prefill_tokens_per_s=1e6, coalesce=False
+    answer_s=4.0,
+    silence_s=0.2,
+    look_s=0.2,
+    stall_s=0.3,
+    first_token_s=0.4,
+    prefill_tokens_per_s=1e6,
+    coalesce=False,
 )
 """Waits for tenths of a second where the defaults wait for ten."""
 ENGINES = ("vllm", "sglang")

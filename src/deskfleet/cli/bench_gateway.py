@@ -26,7 +26,8 @@ _ROUNDS, _SECONDS = 5, 3.0
 
 def gateway(
     quick: Annotated[
-        bool, typer.Option("--quick", help="About a minute: two short rounds, LiteLLM in one.")
+        bool,
+        typer.Option("--quick", help="Under a minute: two short rounds, and only what targets are about."),
     ] = False,
     streams: Annotated[
         str, typer.Option("--streams", metavar="N,N,...", help="Streams at the same time.")
@@ -70,7 +71,7 @@ def gateway(
         rounds=rounds if rounds is not None else int(_QUICK["rounds"]) if quick else _ROUNDS,
         seconds=seconds if seconds is not None else _QUICK["seconds"] if quick else _SECONDS,
         litellm=litellm,
-        litellm_rounds=1 if quick else None,
+        is_quick=quick,
     )
     command = shlex.join(["deskfleet", *sys.argv[1:]])
     result = measure_gateway(suite, Provenance.capture(command), on_sample=_say_sample)

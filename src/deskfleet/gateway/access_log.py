@@ -59,6 +59,8 @@ def log_fields(record: RequestRecord) -> dict[str, Any]:
             "tok_s": _rounded(record.tok_s),
             "drafted": record.num_drafted or None,
             "accepted": record.num_accepted or None,
+            "verify_steps": record.num_verify_steps or None,
+            "wasted_rows": record.num_wasted_rows or None,
             "finish_reason": record.finish_reason,
             "stop_reason": record.stop_reason,
         }

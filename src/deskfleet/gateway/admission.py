@@ -22,13 +22,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from pydantic import Field
 
 from deskfleet.endpoint import TokenChunk
+from deskfleet.errors import DeskfleetError
 from deskfleet.gateway.policies.contract import Draft
 from deskfleet.gateway.policies.counting import Counters, CounterSpec
 from deskfleet.gateway.policies.section import Fraction, Seconds, Section
@@ -96,7 +96,8 @@ class Ticket:
         self.share = share
         self.work = draft.num_prompt_tokens + min(float(draft.sampling.max_tokens), expected_output)
         self.number = number  # in order of arrival
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.timeout_s = draft.generate.timeout_s
+        self.turn: asyncio.Future[None] | None = None  # of one that has to wait for it
         self.arrived_at_s = asyncio.get_running_loop().time()
         self.waited_s = 0.0
         self.num_generated = 0
@@ -137,6 +138,45 @@ class AdmissionState:
     closed: str | None
 
 
+class Turn:
+    """`async with` one request's turn: see `Admission.admitted`.
+
+    A class, not a generator: what runs before the engine has the request is part of the time to the first token.
+    """
+
+    __slots__ = ("_admission", "_ticket")
+
+    def __init__(self, admission: Admission, ticket: Ticket) -> None:
+        self._admission = admission
+        self._ticket = ticket
+
+    async def __aenter__(self) -> Ticket:
+        ticket = self._ticket
+        try:
+            scope = await self._admission.begin(ticket)
+            await scope.__aenter__()
+        except BaseException:
+            self._admission.leave(ticket)
+            raise
+        ticket.scope = scope
+        return ticket
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ticket = self._ticket
+        scope = ticket.scope
+        try:
+            if scope is not None:
+                await scope.__aexit__(kind, error, trace)
+        except TimeoutError as passed:
+            error = passed
+        finally:
+            self._admission.leave(ticket)
+        if scope is not None and isinstance(error, TimeoutError) and scope.expired():
+            raise self._admission.why_ended(ticket) from None
+
+
 class Admission:
     """The queue of one gateway. Everything must be called on its event loop."""
 
@@ -167,31 +207,13 @@ class Admission:
 
     # --- who asks ---------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def admitted(self, draft: Draft, share: ShareSettings) -> AsyncIterator[Ticket]:
+    def admitted(self, draft: Draft, share: ShareSettings) -> Turn:
         """Wait for a turn, and hold it for as long as the block runs.
 
         `draft.generate.timeout_s` holds for both. Raises TooManyRequests, WaitedTooLong, ServerStopping;
         DeadlinePassed also out of the block, which is cancelled then, as is ServerStopping at the end of draining.
         """
-        loop = asyncio.get_running_loop()
-        timeout_s = draft.generate.timeout_s
-        deadline = None if timeout_s is None else loop.time() + timeout_s
-        ticket = Ticket(draft, share, self._expected_output, next(self._numbers))
-        try:
-            await self._wait_for_turn(ticket, deadline)
-            if ticket.stopping is not None:
-                raise self._refusal_for_stop(ticket, ticket.stopping)
-            async with asyncio.timeout_at(deadline) as ticket.scope:
-                yield ticket
-        except TimeoutError:
-            if ticket.scope is None or not ticket.scope.expired():
-                raise
-            if ticket.stopping is not None:
-                raise self._refusal_for_stop(ticket, ticket.stopping) from None
-            raise self._passed_deadline(ticket, timeout_s) from None
-        finally:
-            self._leave(ticket)
+        return Turn(self, Ticket(draft, share, self._expected_output, next(self._numbers)))
 
     def check_open(self) -> None:
         """Raise ServerStopping when no new requests are taken, before anything has been read of one."""
@@ -272,9 +294,29 @@ class Admission:
             self._settings.max_running if self._settings.max_running is not None else self._engine_max_running
         )
 
-    async def _wait_for_turn(self, ticket: Ticket, deadline: float | None) -> None:
+    def _has_room(self) -> bool:
+        limit = self._max_running
+        return limit is None or len(self._running) < limit
+
+    async def begin(self, ticket: Ticket) -> asyncio.Timeout:
+        """Wait for a ticket's turn. Returns what ends it at its deadline, not entered yet. Raises as `admitted`."""
+        deadline = None if ticket.timeout_s is None else ticket.arrived_at_s + ticket.timeout_s
         if self._closed is not None:
             raise self._refusal_for_stop(ticket, self._closed)
+        if not self._queues and self._has_room() and self._may_run(ticket):  # as mostly: nobody waits
+            self._catch_up(ticket.key)
+            self._start(ticket)
+        else:
+            await self._queue(ticket, deadline)
+            ticket.waited_s = asyncio.get_running_loop().time() - ticket.arrived_at_s
+        self._counters.add(ADMITTED, ticket.model_id, ticket.key)
+        self._counters.add(WAITED_S, ticket.model_id, ticket.key, amount=ticket.waited_s)
+        if ticket.stopping is not None:
+            raise self._refusal_for_stop(ticket, ticket.stopping)
+        return asyncio.timeout_at(deadline)
+
+    async def _queue(self, ticket: Ticket, deadline: float | None) -> None:
+        turn = ticket.turn = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(ticket.key, deque())
         if not queue:
             self._catch_up(ticket.key)
@@ -282,18 +324,15 @@ class Admission:
         self._give_turns()
         if ticket not in self._running:
             self._make_room(ticket)
-            await self._wait(ticket, deadline)
-        ticket.waited_s = asyncio.get_running_loop().time() - ticket.arrived_at_s
-        self._counters.add(ADMITTED, ticket.model_id, ticket.key)
-        self._counters.add(WAITED_S, ticket.model_id, ticket.key, amount=ticket.waited_s)
+            await self._wait(ticket, turn, deadline)
 
-    async def _wait(self, ticket: Ticket, deadline: float | None) -> None:
+    async def _wait(self, ticket: Ticket, turn: asyncio.Future[None], deadline: float | None) -> None:
         limit_s = ticket.share.max_wait_s
         longest = None if limit_s is None else ticket.arrived_at_s + limit_s
         ends = [moment for moment in (deadline, longest) if moment is not None]
         try:
             async with asyncio.timeout_at(min(ends, default=None)):
-                await ticket.turn
+                await turn
         except TimeoutError:
             waited_s = asyncio.get_running_loop().time() - ticket.arrived_at_s
             if deadline is not None and deadline == min(ends):
@@ -310,7 +349,7 @@ class Admission:
 
     def _give_turns(self) -> None:
         """Let run whoever is next, for as long as there is room."""
-        while self._max_running is None or len(self._running) < self._max_running:
+        while self._queues and self._has_room():
             heads = []
             for key, queue in self._queues.items():
                 if self._may_run(queue[0]):
@@ -321,15 +360,19 @@ class Admission:
                 return
             ticket = min(heads, key=lambda head: (self._work_ends[head.key], head.number))
             self._remove(ticket)
-            if not self._running:
-                self._endings.clear()
-                self._endings.append(asyncio.get_running_loop().time())
-            self._running.add(ticket)
-            self._running_of[ticket.key] += 1
-            self._virtual_time = max(self._virtual_time, self._work_ends[ticket.key])
-            self._work_ends[ticket.key] += ticket.work / ticket.share.weight
-            if not ticket.turn.done():
-                ticket.turn.set_result(None)
+            self._start(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        """It is this request's turn."""
+        if not self._running:
+            self._endings.clear()
+            self._endings.append(asyncio.get_running_loop().time())
+        self._running.add(ticket)
+        self._running_of[ticket.key] += 1
+        self._virtual_time = max(self._virtual_time, self._work_ends[ticket.key])
+        self._work_ends[ticket.key] += ticket.work / ticket.share.weight
+        if ticket.turn is not None and not ticket.turn.done():
+            ticket.turn.set_result(None)
 
     def _may_run(self, ticket: Ticket) -> bool:
         limit = ticket.share.max_running
@@ -360,7 +403,7 @@ class Admission:
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         self._remove(ticket)
-        if not ticket.turn.done():
+        if ticket.turn is not None and not ticket.turn.done():
             ticket.turn.set_exception(error)
 
     def _remove(self, ticket: Ticket) -> None:
@@ -370,10 +413,11 @@ class Admission:
             if not queue:
                 del self._queues[ticket.key]
 
-    def _leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
         """Give back a turn or a place, and put the key's work right."""
-        if ticket.turn.done() and not ticket.turn.cancelled():
-            ticket.turn.exception()  # it was raised where it was waited for, or its request has gone
+        turn = ticket.turn
+        if turn is not None and turn.done() and not turn.cancelled():
+            turn.exception()  # it was raised where it was waited for, or its request has gone
         if ticket not in self._running:
             self._remove(ticket)
             return
@@ -399,6 +443,12 @@ class Admission:
     def _refusal_for_stop(self, ticket: Ticket, sentence: str) -> ServerStopping:
         self._count_refusal(ticket, "stopping")
         return ServerStopping(sentence, retry_after_s=_UNKNOWN_RETRY_S)
+
+    def why_ended(self, ticket: Ticket) -> DeskfleetError:
+        """Return the error of a request whose scope has ended it, and count that."""
+        if ticket.stopping is not None:
+            return self._refusal_for_stop(ticket, ticket.stopping)
+        return self._passed_deadline(ticket, ticket.timeout_s)
 
     def _passed_deadline(self, ticket: Ticket, timeout_s: float | None) -> DeadlinePassed:
         self._count_refusal(ticket, "deadline")

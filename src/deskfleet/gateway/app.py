@@ -39,7 +39,7 @@ from deskfleet.gateway.observation import Observation, ObservationSettings
 from deskfleet.gateway.observing import RECORD
 from deskfleet.gateway.openapi import render_description
 from deskfleet.gateway.policies.contract import Caller, Policy
-from deskfleet.gateway.protocol import GeneratingProtocol, apply_policies
+from deskfleet.gateway.protocol import GeneratingProtocol, apply_policies, watchers_of
 from deskfleet.gateway.protocols.chat import ChatProtocol
 from deskfleet.gateway.protocols.completions import CompletionsProtocol
 from deskfleet.gateway.protocols.messages import MessagesProtocol
@@ -48,7 +48,15 @@ from deskfleet.gateway.protocols.tokens import TokenCounter
 from deskfleet.gateway.replicas import HEADER as TOKENS_HEADER
 from deskfleet.gateway.replicas import RETOKENISED, Replicated, replicated
 from deskfleet.gateway.settings import GatewaySettings
-from deskfleet.gateway.stream import OPEN_STREAM, fail_stream, stream_answer, whole_answer
+from deskfleet.gateway.stream import (
+    OPEN_STREAM,
+    EventStream,
+    Later,
+    Ready,
+    fail_stream,
+    stream_answer,
+    whole_answer,
+)
 from deskfleet.gateway.thinking import HEADER as THINKING_HEADER
 from deskfleet.gateway.token_texts import join
 from deskfleet.gateway.watched import WatchedEngine
@@ -239,20 +247,25 @@ async def generate(request: web.Request) -> web.StreamResponse:
         prepared = await asyncio.to_thread(protocol.prepare, body, request[REQUEST_ID], caller)
     if prepared.thought is not None:
         request[_THOUGHT] = prepared.thought.header()
-    prepared, watchers = apply_policies(prepared, (*gateway.policies(), *gateway.gate.policies_for(caller)))
+    policies = (*gateway.policies(), *gateway.gate.policies_for(caller))
+    prepared = apply_policies(prepared, policies)
     request[_MAX_TOKENS] = prepared.generate.sampling.max_tokens
-    parser = protocol.parser(prepared)
     async with gateway.gate.admitted(prepared.draft) as ticket:
-        watchers = (ticket.push, *watchers, record.watch)
-        if gateway.debug is not None:
-            watchers = (*watchers, gateway.debug.begin(record))
+
+        def get_ready() -> Ready:
+            watchers = (ticket.push, *watchers_of(prepared, policies), record.watch)
+            if gateway.debug is not None:
+                watchers = (*watchers, gateway.debug.begin(record))
+            return Ready(protocol.parser(prepared), watchers, EventStream(_own_headers(request)))
+
+        ready = Later(get_ready)
         tokens = gateway.engine.generate(prepared.generate)
         try:
             if prepared.stream:
-                return await stream_answer(request, tokens, parser, watchers)
-            return await whole_answer(tokens, parser, watchers)
+                return await stream_answer(request, tokens, ready)
+            return await whole_answer(tokens, ready())
         finally:
-            record.repairs = parser.repairs
+            record.repairs = ready().parser.repairs
             await tokens.aclose()  # whatever is under way ends in the engine
 
 
@@ -336,17 +349,25 @@ def _json(data: object, *, status: int = 200) -> web.Response:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request[RECORD].key = _caller(request).key
-    response.headers["x-request-id"] = request[RECORD].request_id
+    if not isinstance(response, EventStream):  # which was made with them
+        response.headers.update(_own_headers(request))
+
+
+def _own_headers(request: web.Request) -> dict[str, str]:
+    """What is said of a request beside its answer, as far as it is known."""
+    headers = {"x-request-id": request[RECORD].request_id}
     if request.path.startswith(_ANTHROPIC_ROUTES):
-        response.headers["request-id"] = request[REQUEST_ID]  # where Anthropic's clients look
+        headers["request-id"] = request[REQUEST_ID]  # where Anthropic's clients look
     thought = request.get(_THOUGHT)
     if thought is not None:
-        response.headers[THINKING_HEADER] = thought
-    if _MAX_TOKENS in request:
-        response.headers[MAX_TOKENS_HEADER] = str(request[_MAX_TOKENS])
+        headers[THINKING_HEADER] = thought
+    max_tokens = request.get(_MAX_TOKENS)
+    if max_tokens is not None:
+        headers[MAX_TOKENS_HEADER] = str(max_tokens)
         replicas = request.app[_GATEWAY].replicas
         if replicas is not None and not replicas.exact_tokens:
-            response.headers[TOKENS_HEADER] = RETOKENISED
+            headers[TOKENS_HEADER] = RETOKENISED
+    return headers
 
 
 @web.middleware
@@ -355,7 +376,8 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
     protocol = request.app[_GATEWAY].protocols.get(request.path)
     request[REQUEST_ID] = f"{protocol.id_prefix if protocol else 'req-'}{os.urandom(16).hex()}"
     record = request[RECORD]
-    record.request_id = record.request_id or request[REQUEST_ID]
+    record.own_id = request[REQUEST_ID]
+    record.request_id = record.request_id or record.own_id
     try:
         return await handler(request)
     except ConnectionResetError:

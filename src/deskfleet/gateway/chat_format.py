@@ -165,11 +165,13 @@ class ChatFormat:
         rest = token_ids[_NUM_LEADING + len(self._encode_text(text)) :]
         return [*token_ids[:_NUM_LEADING], *replaced, *rest]
 
+    def encode_question(self, text: str) -> list[int]:
+        """Return the prompt's ids when a user says only this, to be answered without thinking."""
+        return self.encoding.encode(Conversation([UserMessage(text)], thinking_mode=False))
+
     def _encode_text(self, text: str) -> list[int]:
         """Return the ids of text in which nothing is a control token: the library does that inside a user's turn."""
-        turn = Conversation([UserMessage(text)], thinking_mode=False)
-        # <bos> <User> text <Assistant> </think>
-        return self.encoding.encode(turn)[2:-2]
+        return self.encode_question(text)[2:-2]  # <bos> <User> text <Assistant> </think>
 
 
 def _check_tokens(ids: dict[str, int], config: TokenFacts, path: Path, *, needs_system: bool) -> None:

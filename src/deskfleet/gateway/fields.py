@@ -20,7 +20,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -105,7 +107,7 @@ IGNORED: dict[str, str] = {
 FieldsT = TypeVar("FieldsT", bound=Struct)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decisions(Generic[FieldsT]):
     """What one protocol does with which field. `choices`: how a choice's path ends -> its values."""
 
@@ -113,6 +115,20 @@ class Decisions(Generic[FieldsT]):
     refused: Mapping[str, tuple[object, str]] = field(default_factory=lambda: REFUSED)
     ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
     choices: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def exact(self) -> msgspec.json.Decoder[FieldsT]:
+        """Reads a body that holds honoured and ignored fields only, at once; it knows nothing of any other."""
+        ignored = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in self.ignored]
+        exact = msgspec.defstruct(
+            self.fields.__name__,
+            ignored,
+            bases=(self.fields,),
+            frozen=True,
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+        return msgspec.json.Decoder(exact)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -136,6 +152,11 @@ def read_fields(body: bytes | dict[str, Any], decisions: Decisions[FieldsT]) -> 
 
     Raises RequestError: not JSON, not an object, a field missing, of the wrong type, out of range, refused, misspelled.
     """
+    if isinstance(body, bytes):
+        with suppress(msgspec.MsgspecError, RecursionError):
+            return decisions.exact.decode(
+                body
+            )  # as most; else what is wrong, or not known, is looked for below
     raw = read_object(body) if isinstance(body, bytes) else body
     _refuse(raw, decisions)
     try:

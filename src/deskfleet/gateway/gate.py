@@ -148,11 +148,15 @@ async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
         raise BodyTooLarge(f"the body has {announced} bytes, more than {limits.max_body_bytes}")
     body = bytearray()
     try:
-        if request.content.is_eof():  # as most: it came with the headers, and nothing is waited for
+        if request.content.is_eof() and "Content-Encoding" not in request.headers:
+            whole = (
+                request.content.read_nowait()
+            )  # as most: it came with the headers, and nothing is waited for
+            if len(whole) > limits.max_body_bytes:
+                raise BodyTooLarge(f"the body has {len(whole)} bytes, more than {limits.max_body_bytes}")
+            return whole
+        async with asyncio.timeout(limits.body_timeout_s):
             await _read_into(body, request, limits)
-        else:
-            async with asyncio.timeout(limits.body_timeout_s):
-                await _read_into(body, request, limits)
     except TimeoutError:
         raise BodyTooSlow(
             f"the body did not arrive within {limits.body_timeout_s:g} s; {len(body)} bytes had"

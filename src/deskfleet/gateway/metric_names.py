@@ -167,6 +167,13 @@ ENGRAM_ERRORS = MetricSpec(
 )  # fmt: skip
 
 
+ENGRAM_LOOKUPS = MetricSpec(
+    "deskfleet_engram_lookups", "counter",
+    "Lookups of Engram rows, each of one layer and one step: of engines elsewhere, all of whose Engram metrics have "
+    "these two labels", ("upstream", "rank"),
+)  # fmt: skip
+
+
 def stats_specs(
     prefix: str, stats: type[EngineStats] | type[EngramStats]
 ) -> Iterator[tuple[str, MetricSpec]]:
@@ -185,7 +192,7 @@ SECTIONS: tuple[tuple[str, tuple[MetricSpec, ...]], ...] = (
     ("Health", tuple(HEALTH.values())),
     ("The engine, by vLLM's names", tuple(ENGINE_AS_VLLM.values())),
     ("The engine, by its own names", tuple(ENGINE.values())),
-    ("Engram rows", (*ENGRAM.values(), ENGRAM_ERRORS)),
+    ("Engram rows", (*ENGRAM.values(), ENGRAM_ERRORS, ENGRAM_LOOKUPS)),
 )
 
 CATALOGUE: dict[str, MetricSpec] = {spec.name: spec for _, specs in SECTIONS for spec in specs}
@@ -197,6 +204,7 @@ __all__ = [
     "ENGINE_AS_VLLM",
     "ENGRAM",
     "ENGRAM_ERRORS",
+    "ENGRAM_LOOKUPS",
     "HEALTH",
     "OUTCOMES",
     "REQUESTS",

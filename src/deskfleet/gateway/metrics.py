@@ -8,7 +8,7 @@ scrapes. Everything runs in the event loop's thread.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -21,12 +21,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from deskfleet.endpoint import EngineStats, EngramStats, TokenChunk
+from deskfleet.gateway.engram_rows import RankRows, row_families
 from deskfleet.gateway.health import STATES, HealthReport
 from deskfleet.gateway.metric_names import (
     ENGINE,
     ENGINE_AS_VLLM,
     ENGRAM,
     ENGRAM_ERRORS,
+    ENGRAM_LOOKUPS,
     HEALTH,
     REQUESTS,
     MetricSpec,
@@ -103,6 +105,8 @@ class Meter:
             self._record.num_cached_tokens += max(self._latest.num_cached_tokens - self._cached, 0)
             self._record.num_drafted += self._latest.num_drafted
             self._record.num_accepted += self._latest.num_accepted
+            self._record.num_verify_steps += self._latest.num_verify_steps
+            self._record.num_wasted_rows += self._latest.num_wasted_rows
 
 
 class GatewayMetrics:
@@ -178,9 +182,12 @@ class GatewayMetrics:
 
     # --- showing --------------------------------------------------------------------------------------
 
-    def render(self, stats: EngineStats | None, health: HealthReport | None = None) -> bytes:
-        """Return the exposition text, with `stats` as the engine's; None while it is dead."""
-        self._collector.stats, self._collector.health = stats, health
+    def render(
+        self, stats: EngineStats | None, health: HealthReport | None = None, rows: Sequence[RankRows] = ()
+    ) -> bytes:
+        """Return the exposition text, with `stats` as the engine's; None while it is dead. `rows` are of engines
+        elsewhere, whose ranks tell of Engram rows themselves."""
+        self._collector.stats, self._collector.health, self._collector.rows = stats, health, rows
         return generate_latest(self._registry)
 
     def _request_families(self) -> Iterator[Metric]:
@@ -216,7 +223,9 @@ class GatewayMetrics:
     def _common_labels(self, spec: MetricSpec) -> tuple[str, ...]:
         return (self._model_id, "0") if spec.labels[:2] == ("model_name", "engine") else ()
 
-    def families(self, stats: EngineStats | None, health: HealthReport | None) -> Iterator[Metric]:
+    def families(
+        self, stats: EngineStats | None, health: HealthReport | None, rows: Sequence[RankRows]
+    ) -> Iterator[Metric]:
         """Everything, in the order of the catalogue."""
         yield from self._request_families()
         yield from self._policy_families()
@@ -227,8 +236,12 @@ class GatewayMetrics:
             spec = ENGINE_AS_VLLM[name]
             yield _family(spec, {self._common_labels(spec): value})
         yield from _stats_families(ENGINE, stats)
+        if rows:
+            yield from row_families(rows)
+            return
         yield from _stats_families(ENGRAM, stats.engram)
         yield _family(ENGRAM_ERRORS, {(kind,): count for kind, count in stats.engram.errors.items()})
+        yield _family(ENGRAM_LOOKUPS, {})
 
 
 class _Collector(Collector):
@@ -238,12 +251,13 @@ class _Collector(Collector):
         self._metrics = metrics
         self.stats: EngineStats | None = None
         self.health: HealthReport | None = None
+        self.rows: Sequence[RankRows] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()  # or registering would collect
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics.families(self.stats, self.health)
+        return self._metrics.families(self.stats, self.health, self.rows)
 
 
 def _health_families(stats: EngineStats | None, health: HealthReport | None) -> Iterator[Metric]:

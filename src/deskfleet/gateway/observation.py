@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -25,6 +26,7 @@ from deskfleet.errors import EngineError
 from deskfleet.gateway.access_log import AccessLog
 from deskfleet.gateway.admission import AdmissionState
 from deskfleet.gateway.dashboard.routes import Dashboard
+from deskfleet.gateway.engram_rows import RankRows, read_files, rows_of
 from deskfleet.gateway.health_view import describe_health
 from deskfleet.gateway.intake import Intake
 from deskfleet.gateway.metrics import GatewayMetrics
@@ -44,11 +46,13 @@ logger = logging.getLogger(__name__)
 class ObservationSettings:
     """What is observed. `access_log` is a file or `-` for stderr, `traces` where a collector takes OTLP over HTTP.
 
-    None leaves either out. `intake` is for whoever watches the engine's machines.
+    None leaves either out. `intake` is for whoever watches the engine's machines; `counters` is a directory where they
+    lay the files of ranks of which the engine's own metrics do not tell.
     """
 
     health: HealthSettings = field(default_factory=HealthSettings)
     intake: Intake | None = None
+    counters: Path | None = None
     access_log: str | None = None
     traces: str | None = None
     dashboard: bool = True
@@ -76,6 +80,7 @@ class Observation:
         self.model_id = model_id
         self._queue = queue or _no_queue
         self._replicas = replicated(engine)
+        self._elsewhere, self._counters = engine, settings.counters
         self.metrics = GatewayMetrics(model_id, policies)
         self.recent = RecentRequests()
         self.engine = WatchedEngine(engine, self.metrics)
@@ -141,9 +146,17 @@ class Observation:
         queue = self._queue()
         self.metrics.num_waiting = 0 if queue is None else len(queue.waiting)
         return web.Response(
-            body=self.metrics.render(stats, self.watch.report()),
+            body=self.metrics.render(stats, self.watch.report(), await self._rows()),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
+
+    async def _rows(self) -> Sequence[RankRows]:
+        """What ranks elsewhere tell of Engram rows."""
+        told = rows_of(self._elsewhere)
+        if self._counters is None or self._replicas is None:
+            return told
+        head = self._replicas.replicas[0].url
+        return (*told, *await asyncio.to_thread(read_files, self._counters, head, told))
 
 
 def _no_queue() -> None:

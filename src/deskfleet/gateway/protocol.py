@@ -17,11 +17,14 @@ from msgspec import Struct, structs
 from deskfleet.endpoint import GenerateRequest, TokenChunk
 from deskfleet.errors import PromptTooLong, RequestError
 from deskfleet.gateway.failures import Failure
-from deskfleet.gateway.policies.contract import Caller, Draft, Policy, Watcher
+from deskfleet.gateway.policies.contract import Caller, Draft, Policy
 from deskfleet.gateway.thinking import Thought
 
 NOBODY = Caller()
 """Who asks, where nobody says."""
+
+Watch = Callable[[TokenChunk], TokenChunk]
+"""A policy's look at a chunk. What it returns with a finish reason ends the answer."""
 
 PreparedT = TypeVar("PreparedT", bound="Prepared")
 
@@ -111,23 +114,23 @@ class GeneratingProtocol(Protocol):
         """Return the parser of this request's answer."""
 
 
-def apply_policies(
-    prepared: PreparedT, policies: Sequence[Policy]
-) -> tuple[PreparedT, tuple[Callable[[TokenChunk], TokenChunk], ...]]:
-    """Return the request as policies shape it, one after the other, and the watchers of its answer.
+def apply_policies(prepared: PreparedT, policies: Sequence[Policy]) -> PreparedT:
+    """Return the request as policies shape it, one after the other.
 
     Raises RequestError of a policy that refuses it, PromptTooLong when prompt and answer then do not fit together.
     """
     draft = prepared.draft
-    watchers: list[Watcher] = []
     for policy in policies:
         draft = policy.shape(draft)
-        watcher = policy.watcher(draft)
-        if watcher is not None:
-            watchers.append(watcher)
     prepared = prepared.with_draft(draft)
     check_room(prepared)
-    return prepared, tuple(watcher.push for watcher in watchers)
+    return prepared
+
+
+def watchers_of(prepared: Prepared, policies: Sequence[Policy]) -> tuple[Watch, ...]:
+    """Return how policies look at the answer to a request that all of them have shaped."""
+    found = (policy.watcher(prepared.draft) for policy in policies)
+    return tuple([watcher.push for watcher in found if watcher is not None])
 
 
 def check_room(prepared: Prepared) -> None:
@@ -152,8 +155,10 @@ __all__ = [
     "AnswerParser",
     "GeneratingProtocol",
     "Prepared",
+    "Watch",
     "WholeAnswer",
     "apply_policies",
     "check_room",
     "refuse_unknown_ids",
+    "watchers_of",
 ]

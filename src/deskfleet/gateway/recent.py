@@ -24,10 +24,10 @@ OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "cancelled", "failed")
 class RequestRecord:
     """One HTTP request, filled in while it is answered. `..._s` are seconds of one monotonic clock.
 
-    `request_id` is the client's own, or empty until one is chosen. `protocol` is None for what generates nothing
-    (models, metrics). `began_at` is the time of day, in seconds since 1970. The engine's part begins at `given_s`.
-    `num_prompt_tokens` has every image at its full span, `num_drafted` and `num_accepted` are of generations that are
-    over. `repairs` are kinds of markup that had to be put right.
+    `request_id` is the client's own, or empty until one is chosen; `own_id` is what queue and engine call it.
+    `protocol` is None for what generates nothing (models, metrics). `began_at` is the time of day, in seconds since
+    1970. The engine's part begins at `given_s`. `num_prompt_tokens` has every image at its full span, the numbers of
+    drafts and their rows are of generations that are over. `repairs` are kinds of markup that had to be put right.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class RequestRecord:
     path: str
     began_s: float
     began_at: float
+    own_id: str = ""
     protocol: str | None = None
     client: str | None = None
     key: str | None = None
@@ -49,6 +50,8 @@ class RequestRecord:
     num_generated_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_verify_steps: int = 0
+    num_wasted_rows: int = 0
     finish_reason: str | None = None
     stop_reason: str | None = None
     ended_s: float | None = None

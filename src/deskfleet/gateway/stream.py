@@ -4,20 +4,22 @@ Owns how an answer leaves the process and what a half-sent stream is told when s
 of prompts, of protocols or of the engine's insides: it pulls token chunks, shows them to the policies' watchers, and
 sends what the parser makes of them.
 
-Nothing is held back: every engine chunk is written, as one write, before the next one is asked for.
+Nothing is held back: every engine chunk is written, as one write, before the next one is asked for. What an answer
+needs before its first token is made while the engine works on that (`Later`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from aiohttp import web
 
 from deskfleet.endpoint import TokenChunk
 from deskfleet.errors import EngineError
 from deskfleet.gateway.failures import Failure
-from deskfleet.gateway.protocol import AnswerParser
+from deskfleet.gateway.protocol import AnswerParser, Watch
 
 
 class OpenStream(NamedTuple):
@@ -30,8 +32,45 @@ class OpenStream(NamedTuple):
 OPEN_STREAM: web.RequestKey[OpenStream] = web.RequestKey("open_stream", OpenStream)
 """The event stream a request has begun to answer with: from then on errors are events, not statuses."""
 
-Watch = Callable[[TokenChunk], TokenChunk]
-"""A policy's look at a chunk. What it returns with a finish reason ends the answer."""
+T = TypeVar("T")
+
+
+class Later(Generic[T]):
+    """What is made at the loop's next turn, when the engine has the request, or when it is first asked for."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: T | None = None
+        asyncio.get_running_loop().call_soon(self)
+
+    def __call__(self) -> T:
+        """Return it."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+class EventStream(web.StreamResponse):
+    """A stream whose head waits for the first event: one write, and one packet, until the first token is there.
+
+    `headers` are all there will be, besides those of every event stream and of HTTP itself.
+    """
+
+    _send_headers_immediately = False
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**_HEADERS, **headers})
+
+
+class Ready(NamedTuple):
+    """What an answer needs from its first token on. `response` is where its events go, if it is sent in events."""
+
+    parser: AnswerParser
+    watchers: Sequence[Watch]
+    response: EventStream
+
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,28 +80,24 @@ _HEADERS = {
 _CUT_SHORT = "the engine stopped answering before the end"
 
 
-class _EventStream(web.StreamResponse):
-    """A stream whose head waits for the first event: one write, and one packet, until the first token is there."""
-
-    _send_headers_immediately = False
-
-
 async def stream_answer(
     request: web.Request,
     tokens: AsyncIterator[TokenChunk],
-    parser: AnswerParser,
-    watchers: Sequence[Watch] = (),
+    get_ready: Callable[[], Ready],
 ) -> web.StreamResponse:
     """Send the answer as events. They begin with the first event, so that errors before it have a status."""
-    response: web.StreamResponse | None = None
+    ready: Ready | None = None
     async for chunk in tokens:
+        ready = ready or get_ready()
+        parser, watchers, response = ready
         for watch in watchers:
             chunk = watch(chunk)
         events = parser.push(chunk)
-        if response is None:
+        if not response.prepared:
             if not (events or parser.finished):
                 continue  # the head would wait for an event; until then a failure still has a status
-            response = await _open(request, parser)
+            await response.prepare(request)
+            request[OPEN_STREAM] = OpenStream(response, parser)
         if parser.finished:
             # The last events, what ends the stream and what ends the body: one write, and one packet.
             await response.write_eof((parser.encode(events) if events else b"") + parser.end())
@@ -72,12 +107,9 @@ async def stream_answer(
     raise EngineError(_CUT_SHORT)
 
 
-async def whole_answer(
-    tokens: AsyncIterator[TokenChunk],
-    parser: AnswerParser,
-    watchers: Sequence[Watch] = (),
-) -> web.Response:
+async def whole_answer(tokens: AsyncIterator[TokenChunk], ready: Ready) -> web.Response:
     """Send the answer as one object."""
+    parser, watchers, _ = ready
     answer = parser.whole_answer()
     async for chunk in tokens:
         for watch in watchers:
@@ -99,11 +131,13 @@ async def fail_stream(stream: OpenStream, failure: Failure) -> web.StreamRespons
     return response
 
 
-async def _open(request: web.Request, parser: AnswerParser) -> web.StreamResponse:
-    response = _EventStream(headers=_HEADERS)
-    await response.prepare(request)
-    request[OPEN_STREAM] = OpenStream(response, parser)
-    return response
-
-
-__all__ = ["OPEN_STREAM", "OpenStream", "Watch", "fail_stream", "stream_answer", "whole_answer"]
+__all__ = [
+    "OPEN_STREAM",
+    "EventStream",
+    "Later",
+    "OpenStream",
+    "Ready",
+    "fail_stream",
+    "stream_answer",
+    "whole_answer",
+]

@@ -17,6 +17,8 @@ A checkpoint whose prompt knows tiers only (V4) is given the nearest of 50, 75 a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -108,6 +110,9 @@ SPELLINGS = (
 _FIELDS = tuple(dict.fromkeys(spelling.path.partition(".")[0] for spelling in SPELLINGS))
 """What a body must have, one of them, for any spelling to be in it."""
 
+_read_wishes = attrgetter(*_FIELDS)  # all at once: most requests have none of them
+_NO_WISHES = (None,) * len(_FIELDS)
+
 
 class Thought(Struct, frozen=True):
     """What a request's wishes add up to.
@@ -143,14 +148,15 @@ class Thought(Struct, frozen=True):
 def resolve_thinking(fields: Struct, *, default: bool, tiers_only: bool = False) -> Thought:
     """Return what the wishes in `fields` add up to; `default` holds where there are none.
 
-    `fields` may lack any of the fields that `SPELLINGS` starts from. Raises RequestError naming the spelling: switches,
-    efforts or budgets that contradict each other, an unknown effort.
+    `fields` has every field that `SPELLINGS` starts from, as `fields.ConversationFields` does. Raises RequestError
+    naming the spelling: switches, efforts or budgets that contradict each other, an unknown effort.
     """
     switches: dict[str, bool] = {}
     efforts: dict[str, int] = {}
     budgets: dict[str, int] = {}
-    asked = [field for field in _FIELDS if getattr(fields, field, None) is not None]
-    for spelling in SPELLINGS if asked else ():  # most requests say nothing at all
+    if _read_wishes(fields) == _NO_WISHES:
+        return _nothing_asked(default, tiers_only)  # as most
+    for spelling in SPELLINGS:
         value = _value_at(fields, spelling.path)
         if value is None:
             continue
@@ -188,6 +194,11 @@ def _add_up(
     if tiers_only:
         effort = min(TIER_NUMBERS, key=lambda number: abs(number - effort))
     return Thought(True, effort, budget, source)
+
+
+@cache
+def _nothing_asked(default: bool, tiers_only: bool) -> Thought:
+    return _add_up({}, {}, {}, default=default, tiers_only=tiers_only)
 
 
 def _value_at(fields: Struct, path: str) -> Any:

@@ -99,6 +99,8 @@ def _attributes(record: RequestRecord) -> dict[str, str | int | float]:
         "deskfleet.stop_reason": record.stop_reason,
         "deskfleet.accepted": record.num_accepted,
         "deskfleet.drafted": record.num_drafted,
+        "deskfleet.verify_steps": record.num_verify_steps,
+        "deskfleet.wasted_rows": record.num_wasted_rows,
     }
     return {name: value for name, value in known.items() if value is not None}
 

@@ -6,6 +6,7 @@ Owns the pace. A stream's first token leaves at once, every later one with a ste
 from __future__ import annotations
 
 import asyncio
+import time
 
 
 class Clock:
@@ -15,6 +16,7 @@ class Clock:
         self.step_s = 0.0
         self.num_steps = 0
         self._next: asyncio.Future[None] | None = None
+        self._index = 0  # of the latest step, on the grid
 
     async def tick(self) -> None:
         """Wait for the next step. All who wait go on together."""
@@ -25,9 +27,14 @@ class Clock:
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
-            step = self.step_s
-            # On the grid of the clock, not a step after the last one: lateness must not add up.
-            loop.call_at((loop.time() // step + 1) * step, self._step)
+            # On the grid of the clock, not a step after the last one: lateness must not add up. And not the same step
+            # again: a loop that counts in milliseconds, as uvloop does, may have made it a little early.
+            now_s = time.monotonic()
+            index = int(now_s / self.step_s)
+            if index == self._index - 1:
+                index = self._index
+            self._index = index + 1
+            loop.call_later(self._index * self.step_s - now_s, self._step)
         await asyncio.shield(self._next)
 
     def _step(self) -> None:

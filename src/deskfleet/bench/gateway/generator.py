@@ -27,6 +27,9 @@ _TIMEOUT = aiohttp.ClientTimeout(total=120)
 class Job(msgspec.Struct, kw_only=True):
     """`streams` ask `url` `requests` times each, for `tokens` tokens. They begin within `spread_s` seconds.
 
+    With `period_s` 0 each asks again as soon as it has its answer. Else each asks every so many seconds, and their
+    turns are spread evenly over that time; who has not got its answer by then asks when it has.
+
     After `limit_s` whatever is under way is cut: tokens that came count, requests that did not end are no failures.
     """
 
@@ -36,17 +39,22 @@ class Job(msgspec.Struct, kw_only=True):
     requests: int
     tokens: int
     spread_s: float
+    period_s: float = 0.0
     limit_s: float = 60.0
     key: str = "none"
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """`ttft_s` of every request but a stream's first, which opens its connection. Tokens by `usage`, events counted."""
+    """`ttft_s` of every request but a stream's first, which opens its connection. Tokens by `usage`, events counted.
+
+    `num_late` requests were sent after their turn, because the answer before them was not complete.
+    """
 
     ttft_s: list[float]
     num_tokens: int
     num_events: int
     num_failed: int
+    num_late: int
     wall_s: float
     cpu_s: float
     is_cut: bool = False
@@ -56,7 +64,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 class _Tally:
     def __init__(self) -> None:
         self.ttft_s: list[float] = []
-        self.num_tokens = self.num_events = self.num_failed = 0
+        self.num_tokens = self.num_events = self.num_failed = self.num_late = 0
         self.failure: str | None = None
 
 
@@ -75,8 +83,12 @@ async def run_job(job: Job) -> Outcome:
         is_cut = False
         try:
             async with asyncio.timeout(job.limit_s), asyncio.TaskGroup() as group:
-                for _ in range(job.streams):
-                    group.create_task(_stream(session, job, offsets.random() * job.spread_s, tally))
+                for place in range(job.streams):
+                    if job.period_s:
+                        offset_s = job.period_s * place / job.streams
+                    else:
+                        offset_s = offsets.random() * job.spread_s
+                    group.create_task(_stream(session, job, begin + offset_s, tally))
         except TimeoutError:
             is_cut = True
         wall_s = time.monotonic() - begin
@@ -85,6 +97,7 @@ async def run_job(job: Job) -> Outcome:
         num_tokens=tally.num_tokens,
         num_events=tally.num_events,
         num_failed=tally.num_failed,
+        num_late=tally.num_late,
         wall_s=wall_s,
         cpu_s=time.process_time() - cpu_s,
         is_cut=is_cut,
@@ -92,9 +105,15 @@ async def run_job(job: Job) -> Outcome:
     )
 
 
-async def _stream(session: aiohttp.ClientSession, job: Job, offset_s: float, tally: _Tally) -> None:
-    await asyncio.sleep(offset_s)
+async def _stream(session: aiohttp.ClientSession, job: Job, begin_s: float, tally: _Tally) -> None:
+    """One stream. `begin_s`, of this process's monotonic clock, is when it asks first."""
     for number in range(job.requests):
+        if number == 0 or job.period_s:
+            rest_s = begin_s + number * job.period_s - time.monotonic()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+            else:
+                tally.num_late += number > 0
         try:
             ttft_s = await _request(session, job, tally)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

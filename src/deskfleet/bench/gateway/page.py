@@ -17,10 +17,19 @@ HEAD = (
 )
 
 
+_STARTS = (
+    "Starts spread: each stream asks in its own turn of a period that leaves a step between two answers, at any moment "
+    "of a step. Otherwise a stream asks again when its answer has ended, which is at a step, with whoever else ends "
+    "there and with everybody's tokens: what is added then is mostly the queue of all these on one core. Late: not "
+    "sent in its turn, because the answer before had not ended. "
+)
+
+
 def cells(row: GatewayRow) -> list[str]:
     """Return a row's cells under HEAD."""
     failed = f" [{row.num_failed} failed]" if row.num_failed else ""
     failed += f" [cut {row.num_cut}x]" if row.num_cut else ""
+    failed += f" [{row.num_late} late]" if row.num_late else ""
     return [
         f"{row.load.title}: {row.way}{failed}",
         _cell(row.added_p50_ms, 2),
@@ -55,6 +64,7 @@ def render_gateway(file_name: str, result: GatewayResult) -> str:
             f"several times as long as the load was cut there, and what came until then counts. Median of "
             f"{result.settings.get('rounds')} rounds in which all ways take turns, least and greatest in brackets; "
             f"added is what a way has more than the upstream alone in the same round. "
+            f"{_STARTS if any(load.starts == 'spread' for load in result.loads()) else ''}"
             f"Raw samples: `bench/results/{file_name}`.",
             "",
             f"| {' | '.join(HEAD)} |",

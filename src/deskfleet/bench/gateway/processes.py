@@ -18,9 +18,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,19 +73,23 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 @contextmanager
-def serving(command: Sequence[str]) -> Iterator[Served]:
+def starting(command: Sequence[str]) -> Iterator[Callable[[], Served]]:
     """Run `command`, which prints a JSON object with `url` once it listens, until the block is left.
 
-    Raises EngineError when it ends before that.
+    What is yielded waits for that, and raises EngineError when the process ends before.
     """
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+
+    def wait() -> Served:
         line = process.stdout.readline() if process.stdout else ""
         try:
             url = json.loads(line)["url"]
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"{' '.join(command)} did not say where it listens: {line!r}") from error
-        yield Served(url, process.pid)
+        return Served(url, process.pid)
+
+    try:
+        yield wait
     finally:
         _end(process)
 
@@ -139,8 +144,11 @@ def find_litellm(named: Path | None) -> Path | None:
 
 
 @contextmanager
-def serving_litellm(program: Path, upstream_url: str) -> Iterator[Served]:
-    """Run LiteLLM's proxy with one worker in front of the upstream. Raises EngineError when it does not come up."""
+def starting_litellm(program: Path, upstream_url: str) -> Iterator[Callable[[], Served]]:
+    """Run LiteLLM's proxy with one worker in front of the upstream until the block is left.
+
+    What is yielded waits until it answers, and raises EngineError when it does not come up.
+    """
     port = _free_port()
     with TemporaryDirectory() as directory:
         config = Path(directory) / "config.yaml"
@@ -162,17 +170,24 @@ def serving_litellm(program: Path, upstream_url: str) -> Iterator[Served]:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, env=environment
         )
-        try:
+
+        def wait() -> Served:
             url = f"http://127.0.0.1:{port}"
             _wait_for(url, process, Path(log.name))
-            yield Served(url, process.pid, key)
+            return Served(url, process.pid, key)
+
+        try:
+            yield wait
         finally:
             _end(process)
             log.close()
 
 
 def litellm_version(program: Path) -> str:
-    """Return what it says of its version; empty where it says nothing."""
+    """Return the version of the package it came with, else what it says itself, which takes it seconds; maybe empty."""
+    packages = map(str, program.resolve().parent.parent.glob("lib/python*/site-packages"))
+    for found in distributions(name="litellm", path=list(packages)):
+        return found.version
     try:
         done = subprocess.run((program, "--version"), capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -242,6 +257,6 @@ __all__ = [
     "generating",
     "litellm_version",
     "module",
-    "serving",
-    "serving_litellm",
+    "starting",
+    "starting_litellm",
 ]

@@ -20,8 +20,8 @@ from deskfleet.bench.gateway.processes import (
     generating,
     litellm_version,
     module,
-    serving,
-    serving_litellm,
+    starting,
+    starting_litellm,
 )
 from deskfleet.bench.gateway.record import (
     DIRECT,
@@ -31,6 +31,7 @@ from deskfleet.bench.gateway.record import (
     GatewayResult,
     GatewaySample,
     Load,
+    Starts,
 )
 from deskfleet.bench.gateway.upstream import MODEL
 from deskfleet.bench.provenance import Provenance
@@ -41,7 +42,8 @@ PACES = {1: (0.005, 8), 32: (0.02, 25), 256: (0.05, 20)}
 each is one more time to the first token."""
 
 _OTHER_PACE = (0.02, 25)
-_LIMIT_S, _LIMIT_TIMES = 5.0, 2.0
+_STARTS: tuple[Starts, ...] = ("spread", "at once")
+_LIMIT_S, _LIMIT_TIMES = 3.0, 2.0
 _FLAT_OUT_LIMIT_S = 20.0
 _FLAT_OUT_TOKENS_PER_S = 5_000
 """How many to ask for, by second of measurement. The slowest gateway must come to its end too."""
@@ -60,8 +62,8 @@ class GatewaySuite:
     rounds: int = 5
     seconds: float = 3.0
     litellm: Path | None = None
-    litellm_rounds: int | None = None
-    """In how many of the rounds LiteLLM takes part, None for all: it takes longer than everybody else together."""
+    is_quick: bool = False
+    """Measure only what targets are about; LiteLLM and many streams that start at once in the first round alone."""
 
     def __post_init__(self) -> None:
         if not self.streams or min(self.streams) < 1 or len(set(self.streams)) < len(self.streams):
@@ -69,9 +71,24 @@ class GatewaySuite:
         if self.rounds < 1 or not self.seconds > 0:
             raise ConfigError(f"rounds {self.rounds} and seconds {self.seconds} must be more than 0")
 
+    def takes_part(self, way: str, load: Load, number: int) -> bool:
+        """Whether a way is measured under a load in a round. LiteLLM not where starts are spread: that is about us."""
+        if way == LITELLM and load.starts == "spread":
+            return False
+        if not self.is_quick:
+            return True
+        if way == LITELLM:  # with more streams it falls behind a pace: its rate is seen flat out
+            return number == 1 and (load.step_s == 0 or load.streams == min(self.streams))
+        is_crowd = load.starts == "at once" and load.streams > 1 and load.step_s > 0
+        return way != INSIDE and (number == 1 or not is_crowd)
+
     def loads(self) -> list[Load]:
-        """Return every paced load, then, for more than one stream, the same flat out."""
-        paced = [self._paced(streams) for streams in self.streams]
+        """Return every paced load, for more than one stream both with spread starts and at once, then flat out."""
+        paced = [
+            self._paced(streams, starts)
+            for streams in self.streams
+            for starts in (_STARTS if streams > 1 else _STARTS[-1:])
+        ]
         flat = [
             Load(
                 streams=streams,
@@ -84,10 +101,10 @@ class GatewaySuite:
         ]
         return paced + flat
 
-    def _paced(self, streams: int) -> Load:
+    def _paced(self, streams: int, starts: Starts) -> Load:
         step_s, tokens = PACES.get(streams, _OTHER_PACE)
         requests = max(2, round(self.seconds / (tokens * step_s)))
-        return Load(streams=streams, step_s=step_s, tokens=tokens, requests=requests)
+        return Load(streams=streams, step_s=step_s, tokens=tokens, requests=requests, starts=starts)
 
 
 def _ignore(sample: GatewaySample) -> None:
@@ -103,27 +120,35 @@ def measure_gateway(
     versions: dict[str, str] = {}
     samples: list[GatewaySample] = []
     with ExitStack() as stack:
-        upstream = stack.enter_context(serving(module("upstream", str(suite.checkpoint))))
-        ways = {
-            DIRECT: upstream,
-            FRONT: stack.enter_context(serving(suite.front_command(upstream.url))),
-            INSIDE: stack.enter_context(serving(module("inside", str(suite.checkpoint)))),
-        }
-        if program is None:
+        # Each takes seconds to come up, LiteLLM longest: all do so at the same time.
+        inside = None
+        if suite.is_quick:
+            absent[INSIDE] = "a quick run leaves it out"
+        else:
+            inside = stack.enter_context(starting(module("inside", str(suite.checkpoint))))
+        upstream = stack.enter_context(starting(module("upstream", str(suite.checkpoint))))()
+        litellm = None if program is None else stack.enter_context(starting_litellm(program, upstream.url))
+        front = stack.enter_context(starting(suite.front_command(upstream.url)))
+        generator = stack.enter_context(generating())
+        ways = {DIRECT: upstream, FRONT: front()}
+        paced = [upstream]
+        if inside is not None:
+            ways[INSIDE] = inside()
+            paced.append(ways[INSIDE])
+        if program is None or litellm is None:
             absent[LITELLM] = f"not installed here; {LITELLM_INSTALL}"
         else:
             try:
-                ways[LITELLM] = stack.enter_context(serving_litellm(program, upstream.url))
+                ways[LITELLM] = litellm()
                 versions["litellm"] = litellm_version(program)
             except EngineError as error:
                 absent[LITELLM] = error.message
-        generator = stack.enter_context(generating())
         _warm_up(generator, ways)
         for number in range(1, suite.rounds + 1):
             for load in suite.loads():
-                _set_pace(load, upstream, ways[INSIDE])
+                _set_pace(load, *paced)
                 for way in _turn(list(ways), number):
-                    if way == LITELLM and number > (suite.litellm_rounds or suite.rounds):
+                    if not suite.takes_part(way, load, number):
                         continue
                     sample = _measure(generator, way, ways[way], load, number)
                     samples.append(sample)
@@ -165,6 +190,7 @@ def _measure(generator: Generator, way: str, served: Served, load: Load, number:
         requests=load.requests,
         tokens=load.tokens,
         spread_s=load.step_s * load.tokens,
+        period_s=load.period_s,
         limit_s=_LIMIT_S + _LIMIT_TIMES * _nominal_s(load) if load.step_s else _FLAT_OUT_LIMIT_S,
     )
     before_s = served.cpu_s()
@@ -177,6 +203,7 @@ def _measure(generator: Generator, way: str, served: Served, load: Load, number:
         num_tokens=outcome.num_tokens,
         num_events=outcome.num_events,
         num_failed=outcome.num_failed,
+        num_late=outcome.num_late,
         wall_s=outcome.wall_s,
         cpu_s=None if way == DIRECT else served.cpu_s() - before_s,
         client_cpu_s=outcome.cpu_s,

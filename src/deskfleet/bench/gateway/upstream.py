@@ -126,6 +126,8 @@ class Upstream:
                 await response.write(last(index) if is_last else events[index])
                 self._num_tokens += 1
             await response.write(_event(usage) + b"data: [DONE]\n\n")
+        except ConnectionResetError:
+            pass  # a gateway that took too long was cut
         finally:
             self._num_running -= 1
         return response

@@ -96,15 +96,19 @@ class Dashboard:
 
     def describe(self, since: int) -> dict[str, Any]:
         """What the page shows, with the points after number `since`."""
-        now_s = time.monotonic()
+        now_s, queue = time.monotonic(), self._queue()
+        places = {} if queue is None else {each.request_id: each.position for each in queue.waiting}
         return {
             "version": __version__,
             "model": self._model_id,
             "max_model_len": self._max_model_len,
-            "health": describe_health(self._watch, self._queue()),
+            "health": describe_health(self._watch, queue),
             "summary": asdict(self._history.summary(self._watch.report().stats)),
             "points": [asdict(point) for point in self._history.since(since)],
-            "running": [describe_request(record, now_s) for record in self._recent.running()],
+            "running": [
+                describe_request(record, now_s, places.get(record.own_id))
+                for record in self._recent.running()
+            ],
             "recent": [describe_request(record, now_s) for record in self._recent.ended(_NUM_RECENT)],
         }
 
@@ -122,8 +126,11 @@ async def to_page(request: web.Request) -> web.Response:
     return web.Response(status=308, headers={"Location": "ui/"})
 
 
-def describe_request(record: RequestRecord, now_s: float) -> dict[str, Any]:
-    """One row of the tables of requests. What still runs has taken the time until `now_s`."""
+def describe_request(
+    record: RequestRecord, now_s: float, queue_position: int | None = None
+) -> dict[str, Any]:
+    """One row of the tables of requests. What still runs has taken the time until `now_s`; of those that wait for
+    their turn, number 1 is the next."""
     return {
         "id": record.request_id,
         "at": record.began_at,
@@ -133,6 +140,7 @@ def describe_request(record: RequestRecord, now_s: float) -> dict[str, Any]:
         "client": record.client,
         "status": record.status,
         "outcome": record.outcome,
+        "queue_position": queue_position,
         # Not known before the engine has it.
         "num_prompt_tokens": None if record.given_s is None else record.num_prompt_tokens,
         "num_cached_tokens": None if record.given_s is None else record.num_cached_tokens,

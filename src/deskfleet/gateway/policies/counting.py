@@ -54,15 +54,23 @@ class Counters:
 
         A caller without a key counts under the empty name.
         """
-        self.place(spec, model_id, key, *labels).add(amount)
+        self._check(spec, labels)
+        place = (model_id, key or "", *labels)
+        with self._lock:
+            values = self._values.setdefault(spec, {})
+            values[place] = values.get(place, 0.0) + amount
 
     def place(self, spec: CounterSpec, model_id: str, key: str | None, *labels: str) -> Place:
         """Return where `add` adds; nothing shows there until something has been added."""
-        if len(labels) != len(spec.labels):
-            raise ValueError(f"{spec.name} has labels {spec.labels}, got {labels}")
+        self._check(spec, labels)
         with self._lock:
             values = self._values.setdefault(spec, {})
         return Place(self._lock, values, (model_id, key or "", *labels))
+
+    @staticmethod
+    def _check(spec: CounterSpec, labels: tuple[str, ...]) -> None:
+        if len(labels) != len(spec.labels):
+            raise ValueError(f"{spec.name} has labels {spec.labels}, got {labels}")
 
     def read(self) -> Mapping[CounterSpec, Mapping[tuple[str, ...], float]]:
         """Return a copy of everything counted so far: labels' values (model, key, own ones) to number."""

@@ -23,7 +23,6 @@ from deskfleet.gateway.fields import (
     TokenCount,
     TopLogprobs,
     read_fields,
-    read_object,
     refuse_logprobs_alone,
 )
 from deskfleet.gateway.protocols.chat_messages import Message, Tool, ToolChoice
@@ -89,12 +88,12 @@ DECISIONS = Decisions(
 
 def read_chat(body: bytes) -> ChatFields:
     """Return the checked fields of a request body. Raises RequestError naming what is wrong."""
-    return check_chat(read_object(body))
+    return check_chat(body)
 
 
-def check_chat(raw: dict[str, Any]) -> ChatFields:
-    """Return the checked fields of a body that is read already. Raises RequestError naming what is wrong."""
-    fields = read_fields(raw, DECISIONS)
+def check_chat(body: bytes | dict[str, Any]) -> ChatFields:
+    """As `read_chat`, also for a body that is read already."""
+    fields = read_fields(body, DECISIONS)
     refuse_logprobs_alone(fields.logprobs, fields.top_logprobs)
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")

@@ -7,6 +7,9 @@ is.
 
 An answer that a policy, not the model, brought to an end says so as `stop_reason` beside `finish_reason`, where vLLM
 says it too; so does one that a stop string ended.
+
+With `echo` the answer begins with the prompt; with `logprobs` as well, also with the log probabilities of its tokens,
+of which the first has none. An engine behind HTTP does not tell those. Stop strings are looked for behind the prompt.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class CompletionFields(SamplingFields, frozen=True, kw_only=True):
     stop: StopString | StopStrings | None = None
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
 
@@ -66,7 +70,6 @@ DECISIONS = Decisions(
     fields=CompletionFields,
     refused=REFUSED
     | {
-        "echo": (False, "the prompt is not repeated"),
         "suffix": (None, "the model continues text, it does not fill it in"),
         "messages": (None, _NO_CHAT),
         "tools": ([], _NO_CHAT),
@@ -96,6 +99,9 @@ class PreparedCompletion(Prepared, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_usage: bool = False
     num_logprobs: int | None = None
+    echo: bool = False
+    begins_by_itself: bool = False
+    """Whether the first token of the prompt is not the client's: it has no text."""
 
 
 class CompletionsProtocol:
@@ -118,7 +124,9 @@ class CompletionsProtocol:
             raise UnknownModel(fields.model, self._settings.model_id)
         if fields.stream_options is not None and not fields.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
-        token_ids = prompt_ids(fields.prompt, self._format, add_special_tokens=fields.add_special_tokens)
+        token_ids, begins = begun_prompt(
+            fields.prompt, self._format, add_special_tokens=fields.add_special_tokens
+        )
         room = self._max_model_len - len(token_ids)
         if room < 1:
             error = PromptTooLong(len(token_ids), 1 if room == 0 else None, self._max_model_len)
@@ -131,6 +139,7 @@ class CompletionsProtocol:
             max_tokens=fields.max_tokens or min(default, room),
             logprobs=fields.logprobs,
             constraint=response_constraint(FormWishes(response_format=fields.response_format)),
+            prompt_logprobs=fields.logprobs if fields.echo else None,
         )
         options = fields.stream_options
         return PreparedCompletion(
@@ -146,6 +155,8 @@ class CompletionsProtocol:
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
             include_usage=options is not None and bool(options.include_usage),
             num_logprobs=fields.logprobs,
+            echo=bool(fields.echo),
+            begins_by_itself=begins,
         )
 
     def parser(self, prepared: PreparedCompletion) -> CompletionAnswer:
@@ -157,29 +168,37 @@ def prompt_ids(
     prompt: str | Sequence[Any], chat_format: ChatFormat, *, add_special_tokens: bool | None
 ) -> list[int]:
     """Return a prompt's ids. Raises RequestError: empty, several prompts, ids and texts mixed, unknown ids."""
+    return begun_prompt(prompt, chat_format, add_special_tokens=add_special_tokens)[0]
+
+
+def begun_prompt(
+    prompt: str | Sequence[Any], chat_format: ChatFormat, *, add_special_tokens: bool | None
+) -> tuple[list[int], bool]:
+    """Return a prompt's ids, and whether the first of them was put before what the client sent. Raises as above."""
     if not isinstance(prompt, str):
         if prompt and all(isinstance(each, int) for each in prompt):
             token_ids = [int(each) for each in prompt]
             refuse_unknown_ids("prompt", token_ids, chat_format.config.vocab_size)
-            return token_ids
+            return token_ids, False
         if len(prompt) != 1 or isinstance(prompt[0], int):
             raise RequestError(f"prompt: one prompt per request, not {len(prompt)} items", param="prompt")
-        return prompt_ids(prompt[0], chat_format, add_special_tokens=add_special_tokens)
+        return begun_prompt(prompt[0], chat_format, add_special_tokens=add_special_tokens)
     token_ids = chat_format.tokenizer.encode(prompt)
     bos = chat_format.config.bos_token_id
-    if add_special_tokens is not False and token_ids[:1] != [bos]:
+    begins = add_special_tokens is not False and token_ids[:1] != [bos]
+    if begins:
         token_ids = [bos, *token_ids]
     if not token_ids:
         raise RequestError("prompt: it holds no token", param="prompt")
-    return token_ids
+    return token_ids, begins
 
 
 @dataclass(slots=True)
 class _Piece:
-    """What one push adds to the answer."""
+    """What one push adds to the answer. `logprobs`: an id alone for the token that nothing comes before."""
 
     text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob | int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -199,6 +218,8 @@ class CompletionAnswer:
         self._matcher = StopMatcher(prepared.stop)
         self._include_usage = prepared.include_usage
         self._num_logprobs = prepared.num_logprobs
+        self._prompt = prepared.generate.prompt_token_ids if prepared.echo else ()  # that is not repeated yet
+        self._begins_by_itself = prepared.begins_by_itself
         self._num_prompt = self._num_cached = self._num_generated = self._num_chars = 0
         self._finished = False
 
@@ -220,6 +241,8 @@ class CompletionAnswer:
         self._num_cached = max(self._num_cached, chunk.num_cached_tokens)  # some engines tell it last
         piece = _Piece()
         pieces: list[_Piece] = []
+        if self._prompt:
+            self._repeat_prompt(piece, chunk.prompt_logprobs)
         last = len(chunk.token_ids) - 1
         for index, token_id in enumerate(chunk.token_ids):
             self._num_generated += 1
@@ -244,6 +267,21 @@ class CompletionAnswer:
         if piece.text or piece.logprobs or piece.finish_reason is not None:
             pieces.append(piece)
         return pieces
+
+    def _repeat_prompt(self, piece: _Piece, told: Sequence[TokenLogprob] | None) -> None:
+        """Put the prompt before the answer. Raises EngineError when its log probabilities are wanted and not told."""
+        token_ids, self._prompt = self._prompt, ()
+        if self._num_logprobs is not None and (told is None or len(told) != len(token_ids) - 1):
+            raise EngineError("the engine has not told the log probabilities of the prompt")
+        for index, token_id in enumerate(token_ids):
+            if self._num_logprobs is not None:
+                piece.logprobs.append(token_id if told is None or index == 0 else told[index - 1])
+                piece.offsets.append(self._num_chars)
+            if (index == 0 and self._begins_by_itself) or token_id >= len(self._texts):
+                continue
+            text = self._decoder.decode(self._texts[token_id])
+            self._num_chars += len(text)
+            piece.text += text
 
     def encode(self, events: list[_Piece]) -> bytes:
         """Return events as they are sent. Called for what each `push` returned, in order."""
@@ -296,9 +334,13 @@ class CompletionAnswer:
 
     def _logprobs(self, piece: _Piece) -> dict[str, Any]:
         return {
-            "tokens": [self._spelled(entry.token_id) for entry in piece.logprobs],
-            "token_logprobs": [entry.logprob for entry in piece.logprobs],
-            "top_logprobs": [self._top(entry) for entry in piece.logprobs],
+            "tokens": [
+                self._spelled(entry if isinstance(entry, int) else entry.token_id) for entry in piece.logprobs
+            ],
+            "token_logprobs": [None if isinstance(entry, int) else entry.logprob for entry in piece.logprobs],
+            "top_logprobs": [
+                None if isinstance(entry, int) else self._top(entry) for entry in piece.logprobs
+            ],
             "text_offset": piece.offsets,
         }
 

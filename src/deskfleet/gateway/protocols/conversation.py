@@ -254,6 +254,7 @@ def sampling_params(
     thinking_budget: int | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Return how to sample: the client's word where it spoke, else `temperature` and `top_p`, else nothing special.
 
@@ -264,8 +265,8 @@ def sampling_params(
     refuse_unknown_ids("stop_token_ids", stop_token_ids, vocab_size)
     refuse_unknown_ids("logit_bias", tuple(logit_bias), vocab_size)
     return SamplingParams(
-        temperature=_first(fields.temperature, temperature, 1.0),
-        top_p=_first(fields.top_p, top_p, 1.0),
+        temperature=_or(fields.temperature, _or(temperature, 1.0)),
+        top_p=_or(fields.top_p, _or(top_p, 1.0)),
         top_k=max(fields.top_k or 0, 0),
         min_p=fields.min_p or 0.0,
         seed=fields.seed,
@@ -273,12 +274,13 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
-        repetition_penalty=_first(fields.repetition_penalty, 1.0),
-        presence_penalty=_first(fields.presence_penalty, 0.0),
-        frequency_penalty=_first(fields.frequency_penalty, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=tuple(logit_bias.items()),
         thinking_budget=thinking_budget,
         constraint=constraint,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -309,8 +311,8 @@ def _parsing_options(ask: Ask) -> ParsingOptions:
     return options
 
 
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 _STRICT_SCHEMA_ERRORS = ("required properties", "additionalproperties", "object with no properties")

@@ -18,6 +18,7 @@ import msgspec
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, TokenChunk, TokenLogprob
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError, PromptTooLong, RequestError
+from deskfleet.gateway.engram_rows import RankRows
 from deskfleet.gateway.upstream.connection import Connection
 from deskfleet.gateway.upstream.failures import UpstreamFailed, failure_in_stream, shorten
 from deskfleet.gateway.upstream.introduction import check_tokenizer
@@ -27,7 +28,6 @@ from deskfleet.gateway.upstream.thoughts import Answer, Part, needs_parts
 from deskfleet.gateway.upstream.vocabulary import Vocabulary
 
 _DONE = b"[DONE]"
-_PROBE_S = 30.0
 _KEPT_SINGLE = 3
 _AFTER_END_S = 1.0  # from the end of an answer to that of its stream
 
@@ -65,6 +65,7 @@ class HttpUpstream(ABC):
         self.connection = Connection(url, self.options)
         self.exact_tokens = True
         self.model = ""
+        self.rows: tuple[RankRows, ...] = ()  # as its counters had them when they were last asked for
         self._engine_max_model_len = 0
         self._pulse = Pulse(self._marker)
         self._whole: dict[int, bool] = {}  # ids looked at so far: whether they are text by themselves
@@ -202,7 +203,11 @@ class HttpUpstream(ABC):
         await self.connection.close()
 
     async def probe(self) -> None:
-        """Generate one greedy token. Raises EngineError unless it comes, with a finite log probability."""
+        """Generate one greedy token. Raises EngineError unless it comes, with a finite log probability.
+
+        An engine that answers HTTP has `first_token_s` for it, whatever its counters do: what it compiles for its first
+        token, and for log probabilities, would else be taken for a stall in the middle of somebody's request.
+        """
         self._num_probes += 1
         request = GenerateRequest(
             request_id=f"probe-{id(self):x}-{self._num_probes}",
@@ -211,9 +216,12 @@ class HttpUpstream(ABC):
                 temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0 if self.exact_tokens else None
             ),
         )
-        deadline_s = asyncio.get_running_loop().time() + _PROBE_S
+        patient = replace(self.options, stall_s=max(self.options.stall_s, self.options.first_token_s))
+        # Behind all that the watch may need to see a stall, which says more.
+        limit_s = patient.stall_s + patient.silence_s + 2 * patient.look_s
+        deadline_s = asyncio.get_running_loop().time() + limit_s
         try:
-            async with aclosing(self._stream(Part(request), deadline_s)) as chunks:
+            async with aclosing(self._stream(Part(request), deadline_s, patient)) as chunks:
                 count = sum([len(chunk.token_ids) async for chunk in chunks])
         except RequestError as error:
             raise UpstreamFailed(f"{self.url} refused a request for one token: {error.message}") from error
@@ -254,11 +262,16 @@ class HttpUpstream(ABC):
             if said is not None:
                 num_drafted, num_accepted = num_drafted + said.num_drafted, num_accepted + said.num_accepted
 
-    async def _stream(self, part: Part, deadline_s: float | None) -> AsyncGenerator[TokenChunk, None]:
-        """Yield what the engine says to one request, its last chunk once the stream has ended."""
+    async def _stream(
+        self, part: Part, deadline_s: float | None, options: UpstreamOptions | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield what the engine says to one request, its last chunk once the stream has ended.
+
+        `options` in place of the upstream's own say how long it may be silent.
+        """
         request = part.request
         wire, reader = self._wire(request), self._reader(request)
-        watch = SilenceWatch(self.url, self._pulse, self.options, self._longest_prompt, deadline_s)
+        watch = SilenceWatch(self.url, self._pulse, options or self.options, self._longest_prompt, deadline_s)
         last: TokenChunk | None = None
         key, num_events, num_tokens = object(), 0, 0
         self._reading[key] = len(request.prompt_token_ids)
@@ -369,6 +382,12 @@ class HttpUpstream(ABC):
             raise RequestError(
                 f"prompt has {num_placeholders} image placeholders but {len(request.images)} images",
                 param="messages",
+            )
+        if request.sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "an engine behind HTTP is not asked for the log probabilities of a prompt",
+                param="echo",
+                hint="leave out echo or logprobs, or serve with the native engine",
             )
         if not self.exact_tokens and request.sampling.logprobs is not None:
             raise RequestError(

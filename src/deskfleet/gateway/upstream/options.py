@@ -34,6 +34,9 @@ class UpstreamOptions:
     stall_s: float = 8.0
     prefill_tokens_per_s: float = 400.0
     longest_silence_s: float = 1800.0
+    first_token_s: float = 60.0
+    """For the token that an engine is asked for before it gets requests: some compile a kernel when it is first needed,
+    and their counters stand still meanwhile."""
     coalesce: bool = True
     """Make fewer chunks of many events that have arrived together. Off: one chunk per event, for comparisons."""
 
@@ -46,6 +49,7 @@ class UpstreamOptions:
             "stall_s",
             "prefill_tokens_per_s",
             "longest_silence_s",
+            "first_token_s",
         ):
             value = getattr(self, name)
             if not value > 0:

@@ -19,6 +19,7 @@ from typing import Self
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, TokenChunk
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError, RequestError
+from deskfleet.gateway.engram_rows import RankRows
 from deskfleet.gateway.upstream.breaker import Breaker, BreakerState
 from deskfleet.gateway.upstream.failures import (
     UpstreamBusy,
@@ -140,12 +141,17 @@ class Router:
         """How each replica is, in the order in which they were named."""
         return tuple(map(_status, self._replicas))
 
+    @property
+    def rows(self) -> tuple[RankRows, ...]:
+        """What the ranks of each replica told last of Engram rows."""
+        return tuple(rank for replica in self._replicas for rank in replica.upstream.rows)
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the tokens of one request as they come (see TokenEngine.generate).
 
         Raises UpstreamBusy when no replica takes more requests, and otherwise what the last replica said.
         """
-        course = _Course(request, block_keys(request.prompt_token_ids, self.options.block_size))
+        course = _Course(request, self._keys(request))
         loop = asyncio.get_running_loop()
         while True:
             index = self._choose(course)
@@ -198,6 +204,12 @@ class Router:
 
     # --- choosing -------------------------------------------------------------------------------------
 
+    def _keys(self, request: GenerateRequest) -> list[int]:
+        """What replicas are chosen by; nothing where there is but one."""
+        if len(self._replicas) == 1:
+            return []
+        return block_keys(request.prompt_token_ids, self.options.block_size)
+
     def _usable(self, tried: Collection[int]) -> list[int]:
         """The replicas that may be sent a request and are not among `tried`."""
         return [
@@ -214,6 +226,8 @@ class Router:
         usable = self._usable(course.tried)
         if not usable:
             raise UpstreamFailed(self.failure or "every replica has failed this request")
+        if len(usable) == 1:
+            return usable[0]
         loads = [replica.num_running for replica in self._replicas]
         matched = self._prefixes.match(course.keys, len(self._replicas))
         average = (sum(loads[index] for index in usable) + 1) / len(usable)

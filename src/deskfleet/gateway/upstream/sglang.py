@@ -25,7 +25,7 @@ from deskfleet.gateway.upstream.data_url import data_url
 from deskfleet.gateway.upstream.failures import UpstreamFailed, failure_of
 from deskfleet.gateway.upstream.http_upstream import EventReader, HttpUpstream, WireRequest
 from deskfleet.gateway.upstream.introduction import ask_model
-from deskfleet.gateway.upstream.scrape import marker_from, read_samples, stats_from
+from deskfleet.gateway.upstream.scrape import marker_from, read_rows, read_samples, stats_from
 from deskfleet.gateway.upstream.sglang_events import GenerateEvent, GenerateEvents
 from deskfleet.gateway.upstream.thoughts import Thought
 
@@ -249,7 +249,7 @@ class SglangUpstream(HttpUpstream):
     async def _marker(self) -> Hashable | None:
         answer = await self.connection.get("/metrics", timeout_s=self.options.look_s)
         if answer.status == 200:
-            return marker_from(read_samples(answer.body, self.url), _MARKERS)
+            return marker_from(read_samples(answer.body, self.url, _MARKERS), _MARKERS)
         # Without --enable-metrics: its health check fails when nothing comes out of the engine for 20 s.
         answer = await self.connection.get("/health", timeout_s=max(_HEALTH_S, self.options.look_s))
         if answer.status != 200:
@@ -258,7 +258,10 @@ class SglangUpstream(HttpUpstream):
 
     async def _engine_stats(self) -> EngineStats | None:
         answer = await self.connection.get("/metrics", timeout_s=self.options.look_s)
-        return stats_from(read_samples(answer.body, self.url), _STATS) if answer.status == 200 else None
+        if answer.status != 200:
+            return None
+        self.rows = read_rows(answer.body, self.url)
+        return stats_from(read_samples(answer.body, self.url, _STATS.values()), _STATS)
 
 
 _MARKERS = (

@@ -26,7 +26,7 @@ from deskfleet.gateway.upstream.failures import UpstreamFailed, failure_of
 from deskfleet.gateway.upstream.http_upstream import EventReader, HttpUpstream, WireRequest
 from deskfleet.gateway.upstream.introduction import ask_model
 from deskfleet.gateway.upstream.retokenise import Retokeniser
-from deskfleet.gateway.upstream.scrape import marker_from, read_samples, stats_from
+from deskfleet.gateway.upstream.scrape import marker_from, read_rows, read_samples, stats_from
 from deskfleet.gateway.upstream.vllm_events import CompletionsReader, GenerateReader, TextEvent
 
 Way = Literal["generate", "completions", "text"]
@@ -149,13 +149,16 @@ class VllmUpstream(HttpUpstream):
 
     async def _marker(self) -> Hashable | None:
         answer = await self.connection.get("/metrics", timeout_s=self.options.look_s)
-        return marker_from(read_samples(answer.body, self.url), _MARKERS) if answer.status == 200 else None
+        if answer.status != 200:
+            return None
+        return marker_from(read_samples(answer.body, self.url, _MARKERS), _MARKERS)
 
     async def _engine_stats(self) -> EngineStats | None:
         answer = await self.connection.get("/metrics", timeout_s=self.options.look_s)
         if answer.status != 200:
             return None
-        samples = read_samples(answer.body, self.url, labels=("finished_reason",))
+        samples = read_samples(answer.body, self.url, _STATS.values(), labels=("finished_reason",))
+        self.rows = read_rows(answer.body, self.url)
         cancelled = int(samples.get("vllm:request_success_total{finished_reason=abort}", 0))
         stats = stats_from(samples, _STATS)
         return replace(stats, num_finished=stats.num_finished - cancelled, num_cancelled=cancelled)

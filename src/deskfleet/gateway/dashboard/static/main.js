@@ -139,8 +139,13 @@ const COLUMNS = [
 ];
 const KINDS = { ok: "ok", refused: "warn", cancelled: "", failed: "bad" };
 
+function stage(request) {
+  if (request.queue_position !== null) return `waits, number ${request.queue_position}`;
+  return request.ttft_s === null ? "waits" : "runs";
+}
+
 function end(request) {
-  if (request.outcome === null) return make("span", { class: "tag", data: { kind: "work" } }, request.ttft_s === null ? "waits" : "runs");
+  if (request.outcome === null) return make("span", { class: "tag", data: { kind: "work" } }, stage(request));
   const word = request.outcome === "ok" ? (request.stop_reason ?? request.finish_reason ?? "ok") : `${request.outcome} ${request.status}`;
   const tag = make("span", { class: "tag", data: { kind: KINDS[request.outcome] } }, word);
   return request.error ? make("span", {}, tag, make("span", { class: "why" }, ` ${request.error}`)) : tag;
