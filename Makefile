@@ -50,7 +50,7 @@ test-adapters: setup
 
 test-kernels: setup
 	@tools/triton_env.sh var/triton
-	PYTHONPATH=src:. var/triton/bin/python -m pytest -q -p no:cacheprovider -m triton tests/gpu
+	PYTHONPATH=src:packages/deskfleet-engram/src:. var/triton/bin/python -m pytest -q -p no:cacheprovider -m triton tests/gpu
 
 check: setup
 	$(BIN)/ruff check
@@ -72,7 +72,9 @@ bench: setup
 	@[ -d $(TINY) ] || $(BIN)/deskfleet make-tiny $(TINY)
 	$(BIN)/deskfleet bench engine $(TINY) --out-dir bench/results
 	$(BIN)/deskfleet bench prefix $(TINY) --out-dir bench/results
-	$(BIN)/deskfleet bench speculation $(TINY) --out-dir bench/results
+	$(BIN)/deskfleet bench speculation pocket --tokens 96 --rounds 9 --ask 'Count from 1 to 40.' \
+		--ask 'Tell me a story about a librarian and a beetle.' \
+		--ask 'Give me a Python function that returns the multiples of 14 below a number.' --out-dir bench/results
 	@command -v fio >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y fio; } || \
 		echo 'bench: without fio (on Debian: apt-get install fio) the ratios to it are left out' >&2
 	$(BIN)/deskfleet bench engram --directory var/bench --out-dir bench/results

@@ -3,7 +3,7 @@
 # its compiler makes and disassembles them for sm_90, both without a GPU.
 #
 #     tools/triton_env.sh DIRECTORY        (make test-kernels: var/triton)
-#     PYTHONPATH=src:. DIRECTORY/bin/python -m pytest tests/gpu -m triton
+#     PYTHONPATH=src:packages/deskfleet-engram/src:. DIRECTORY/bin/python -m pytest tests/gpu -m triton
 #     PYTHONPATH=src DIRECTORY/bin/python tools/triton_sass.py
 #
 # Its own environment, because the CPU build of torch asks for no Triton, and the interpreter of 3.6 (the version that
@@ -31,5 +31,5 @@ install() {
 # torch comes first and alone, as in tools/setup.sh.
 install -r requirements/torch-cpu.txt
 # Triton last: it says that the environment is complete.
-install "numpy==2.3.5" "msgspec>=0.19" "pytest>=8.3" "pytest-asyncio"
+install "numpy==2.3.5" "msgspec>=0.19" "tokenizers" "safetensors" "pytest>=8.3" "pytest-asyncio"
 install "triton==$version"

@@ -35,6 +35,7 @@ from deskfleet.engine.cuda import (
     linear,
     routing,
     synthetic,
+    topk,
 )
 from deskfleet.engine.cuda.step import DecodeStep, make_pages
 from deskfleet.model.config import ModelConfig
@@ -78,9 +79,7 @@ _TILES = {"x": "*fp8e4nv", "x_scales": "*i32", "codes": "*u8", "scales": "*i32"}
 _ITEMS = {
     "items": "*i32",
     "num_items": "*i32",
-    "pair_lists": "*i32",
-    "counts": "*i32",
-    "max_rows": "i32",
+    "item_pairs": "*i32",
     "num_rows": "i32",
 }
 _UP = {
@@ -88,7 +87,7 @@ _UP = {
     "counters": "*i32", "limit": "fp32",
 }  # fmt: skip
 _DOWN = {**_TILES, **_ITEMS, "out": "*bf16"}
-_FLAGS = {"BM": 16, "BIT_OPS": False}
+_FLAGS = {"BM": 8, "GROUPS": 2, "BIT_OPS": False}
 
 
 def cases() -> list[Case]:
@@ -97,32 +96,32 @@ def cases() -> list[Case]:
         Case(
             "list_items",
             experts.list_items_kernel,
-            dict.fromkeys(("chosen", "items", "pair_lists", "counts", "num_items"), "*i32")
-            | {"num_pairs": "i32", "max_rows": "i32"},
-            {"BLOCK_PAIRS": 512, "BM": 16, "BLOCK_ITEMS": 4},
+            dict.fromkeys(("chosen", "items", "item_pairs", "num_items"), "*i32")
+            | {"num_pairs": "i32", "first_expert": "i32"},
+            {"BLOCK_PAIRS": 512, "BM": 8, "BLOCK_ITEMS": 8},
         )
     ]
-    for splits in (1, 8):
-        found.append(
-            Case(
-                f"experts_up fp4 1152x5120 splits={splits}",
-                experts.up_kernel,
-                _UP,
-                {**_FLAGS, "K": 5120, "F": 576, "NUM_CHOSEN": 6, "IS_FP4": True, "IS_ROUTED": True,
-                 "SPLITS": splits, "STAGES": 4},
-                128 * 128,
-                FP4,
-                registers=128,
-            )
-        )  # fmt: skip
+    found.append(
+        Case(
+            "experts_up fp4 1152x5120",
+            experts.up_kernel,
+            _UP,
+            {**_FLAGS, "K": 5120, "F": 576, "NUM_CHOSEN": 6, "FORM": "fp4", "IS_ROUTED": True, "SPLITS": 1,
+             "STAGES": 4},
+            128 * 128,
+            FP4,
+            registers=128,
+        )
+    )  # fmt: skip
     found.append(
         Case(
             "experts_down fp4 5120x576",
             experts.down_kernel,
             _DOWN,
-            {**_FLAGS, "F": 576, "N": 5120, "IS_FP4": True, "IS_ROUTED": True, "STAGES": 3},
+            {**_FLAGS, "F": 576, "N": 5120, "FORM": "fp4", "IS_ROUTED": True, "TILES": 4, "STAGES": 4},
             128 * 128,
             FP4,
+            registers=128,
         )
     )
     fp8 = {"codes": "*fp8e4nv"}
@@ -131,7 +130,7 @@ def cases() -> list[Case]:
             "shared_up fp8 1152x5120",
             experts.up_kernel,
             {**_UP, **fp8},
-            {**_FLAGS, "K": 5120, "F": 576, "NUM_CHOSEN": 1, "IS_FP4": False, "IS_ROUTED": False,
+            {**_FLAGS, "K": 5120, "F": 576, "NUM_CHOSEN": 1, "FORM": "fp8", "IS_ROUTED": False,
              "SPLITS": 8, "STAGES": 3},
             128 * 128,
             FP8,
@@ -142,7 +141,7 @@ def cases() -> list[Case]:
             "shared_down fp8 5120x576",
             experts.down_kernel,
             {**_DOWN, **fp8},
-            {**_FLAGS, "F": 576, "N": 5120, "IS_FP4": False, "IS_ROUTED": False, "STAGES": 3},
+            {**_FLAGS, "F": 576, "N": 5120, "FORM": "fp8", "IS_ROUTED": False, "TILES": 1, "STAGES": 3},
             128 * 128,
             FP8,
         )
@@ -159,18 +158,19 @@ _LINEAR = {
 def linear_cases() -> list[Case]:
     """The projections."""
     found = []
-    for name, rows, columns, splits, period, output in (
-        ("wq_a + wkv", 1792, 5120, 16, 0, "bf16"),
-        ("wq_b", 8192, 1280, 4, 4, "bf16"),
-        ("wo_b", 5120, 2048, 4, 0, "bf16"),
-        ("index wq_b", 4096, 1280, 4, 1, "bf16"),
+    for name, rows, columns, splits, head, output in (
+        ("wq_a + wkv", 1792, 5120, 8, 0, "bf16"),
+        ("wq_b", 8192, 1280, 4, 512, "bf16"),
+        ("wo_b", 5120, 2048, 4, 0, "parts"),
+        ("index wq_b", 4096, 1280, 4, 128, "bf16"),
         ("engram wkv", 25600, 6144, 1, 0, "bf16"),
     ):
         constants = {
             "K": columns,
             "N": rows,
             "OUTPUT": output,
-            "PERIOD": period,
+            "HEAD": head,
+            "ROPE": 64 if head else 0,
             "SPLITS": splits,
             "STAGES": 3,
         }
@@ -185,11 +185,29 @@ def linear_cases() -> list[Case]:
             )
         )
     wide = {**_LINEAR, "x": "*bf16", "codes": "*i16", "out": "*fp8e4nv"}
-    constants = {"K": 4096, "N": 1024, "GROUPS": 2, "OUTPUT": "fp8", "SPLITS": 16, "STAGES": 3}
+    constants = {
+        "K": 4096,
+        "N": 1024,
+        "GROUPS": 2,
+        "DOT_GROUPS": 2,
+        "OUTPUT": "fp8",
+        "SPLITS": 16,
+        "STAGES": 3,
+    }
     found.append(
         Case("wo_a fp8 x bf16 2x1024x4096", linear.wide_kernel, wide, {**_FLAGS, **constants}, 128 * 128, FP8)
     )
-    constants = {"BM": 32, "K": 5120, "N": 1792, "OUTPUT": "bf16", "PERIOD": 0, "SPLITS": 8, "STAGES": 3}
+    constants = {
+        "BM": 32,
+        "GROUPS": 1,
+        "K": 5120,
+        "N": 1792,
+        "OUTPUT": "bf16",
+        "HEAD": 0,
+        "ROPE": 0,
+        "SPLITS": 8,
+        "STAGES": 3,
+    }
     name = "wq_a + wkv fp8, 32 rows"
     found.append(Case(name, linear.fp8_kernel, _LINEAR, {**_FLAGS, **constants}, 128 * 128, FP8))
     plain = {
@@ -204,7 +222,12 @@ def linear_cases() -> list[Case]:
         constants = {"K": 5120, "N": rows, "SPLITS": splits, "STAGES": 4}
         found.append(
             Case(
-                f"{name} bf16 {rows}x5120", linear.bf16_kernel, plain, {**_FLAGS, **constants}, 64 * 64, BF16
+                f"{name} bf16 {rows}x5120",
+                linear.bf16_kernel,
+                plain,
+                {"BM": 8, "BIT_OPS": False, **constants},
+                64 * 64,
+                BF16,
             )
         )
     return found
@@ -215,7 +238,7 @@ def stream_cases() -> list[Case]:
     mix = dict.fromkeys(("output", "shared", "stream", "weight", "collapsed", "taps"), "*bf16")
     mix |= dict.fromkeys(("post", "comb", "pre", "collapsed_squares", "stream_squares", "mixes"), "*fp32")
     mix |= {"tap_stride": "i32", "num_rows": "i32"}
-    flags = {**_FLAGS, "M": 5120, "EXPAND": True, "MIX": True, "HAS_TAP": False}
+    flags = {"BM": 16, "BIT_OPS": False, "M": 5120, "EXPAND": True, "MIX": True, "HAS_TAP": False}
     finish = dict.fromkeys(
         ("collapsed_squares", "stream_squares", "mixes", "norm", "scale", "base", "pre", "post", "comb"),
         "*fp32",
@@ -228,7 +251,7 @@ def stream_cases() -> list[Case]:
         "num_rows": "i32",
     }
     finish_flags = {
-        "M": 5120, "SLICES": 80, "BLOCK_SLICES": 128, "ITERATIONS": 20, "NORM_EPS": 1e-20, "EPS": 1e-6,
+        "M": 5120, "SLICES": 80, "BLOCK_SLICES": 128, "COLUMNS": 256, "ITERATIONS": 20, "NORM_EPS": 1e-20, "EPS": 1e-6,
         "BIT_OPS": False,
     }  # fmt: skip
     choose = {
@@ -236,116 +259,162 @@ def stream_cases() -> list[Case]:
         "bias": "*fp32",
         "chosen": "*i32",
         "weights": "*fp32",
-        "num_items": "*i32",
+        **dict.fromkeys(("items", "item_pairs", "num_items", "counter"), "*i32"),
+        "first_expert": "i32",
         "scaling": "fp32",
     }
     return [
-        Case("mix after attention", hyper.mix_kernel, mix, {**flags, "PARTS": 1, "HAS_SHARED": False}),
-        Case("mix after experts", hyper.mix_kernel, mix, {**flags, "PARTS": 6, "HAS_SHARED": True}),
-        Case("finish", hyper.finish_kernel, finish, finish_flags),
-        Case("choose", routing.choose_kernel, choose, {"E": 384, "BLOCK": 512, "NUM_CHOSEN": 6}),
+        Case(
+            "mix after attention",
+            hyper.mix_kernel,
+            {**mix, "output": "*fp32"},
+            {**flags, "PARTS": 1, "SUMS": 4, "HAS_SHARED": False},
+        ),
+        Case(
+            "mix after experts", hyper.mix_kernel, mix, {**flags, "PARTS": 6, "SUMS": 1, "HAS_SHARED": True}
+        ),
+        Case("finish", hyper.finish_kernel, finish, finish_flags, warps=1),
+        Case(
+            "choose",
+            routing.choose_kernel,
+            choose,
+            {
+                "E": 384,
+                "BLOCK": 512,
+                "NUM_CHOSEN": 6,
+                "LISTS": True,
+                "NUM_HELD": 384,
+                "BLOCK_PAIRS": 32,
+                "BM": 8,
+            },
+        ),
     ]
 
 
 def attention_cases() -> list[Case]:
-    """The attention kernels; 64 keys a block, 128 window places and 512 picks."""
-    where = dict.fromkeys(("slots", "positions", "table", "window_table", "entry_table", "picks"), "*i32") | {
-        "table_width": "i32"
-    }
+    """The attention kernels; 128 window places and 512 picks."""
+    where = dict.fromkeys(("slots", "positions", "table"), "*i32")
+    where |= dict.fromkeys(("table_width", "block_size"), "i32")
     parts = dict.fromkeys(("sums", "maxima", "denominators", "sink", "cos", "sin"), "*fp32")
     latent = {
         **where,
         **parts,
-        "qkv": "*bf16",
+        "qkv": "*fp32",
         "q_norm": "*fp32",
         "kv_norm": "*fp32",
         "codes": "*fp8e4nv",
         "code_scales": "*u8",
         "pages": "*u8",
     }
-    latent_flags = {"Q": 1280, "BLOCK_Q": 2048, "BLOCK_SIZE": 64, "EPS": 1e-20, "BIT_OPS": False}
-    attend = {**where, **parts, "query": "*i32", "window_pages": "*u8", "entry_pages": "*u8", "scale": "fp32"}
-    attend_flags = {"NUM_PICKS": 512, "BLOCK_SIZE": 64, "PER_BLOCK": 32, "KEYS": 64, "BIT_OPS": False}
-    merge_flags = {"SPLITS": 20, "BLOCK_SPLITS": 32, "BIT_OPS": False}
+    latent_flags = {
+        "Q": 1280,
+        "BLOCK_Q": 2048,
+        "D": 512,
+        "ROPE": 64,
+        "BYTES": 528,
+        "EPS": 1e-20,
+        "BIT_OPS": False,
+    }
+    attend = {
+        **where, **parts, "query": "*i32", "window_pages": "*u8", "entry_pages": "*u8", "scale": "fp32", "out": "*bf16",
+        **dict.fromkeys(("window_records", "entry_records", "counters", "records"), "*i32"),
+    }  # fmt: skip
+    sizes = {"HEADS": 16, "D": 512, "ROPE": 64, "BIT_OPS": False}
+    core = {**sizes, "WINDOW": 128, "NUM_PICKS": 512, "WINDOW_BYTES": 528, "ENTRY_BYTES": 288}
+    merge_flags = {**sizes, "SPLITS": 20, "BLOCK_SPLITS": 32}
+    window_flags = {"WINDOW": 128, "BLOCK": 128, "BLOCK_SIZE": 64}
+    attends = []
+    for splits, merges, keys in ((20, False, 32), (10, False, 64), (2, True, 64), (1, False, 64)):
+        chosen = {
+            "SPLITS": splits,
+            "BLOCK_SPLITS": triton.next_power_of_2(splits),
+            "MERGES": merges,
+            "KEYS": keys,
+        }
+        name = f"attend {keys} keys, {splits} splits" + (" merged" if merges else "")
+        attends.append(Case(name, attention.attend_kernel, attend, {**core, **chosen}, warps=8))
     return [
         Case("latent", attention.latent_kernel, latent, latent_flags),
-        Case(
-            "attend 64 keys, 1 block",
-            attention.attend_kernel,
-            attend,
-            {**attend_flags, "SPLITS": 10},
-            warps=8,
-        ),
-        Case(
-            "attend 64 keys, 3 blocks",
-            attention.attend_kernel,
-            attend,
-            {**attend_flags, "SPLITS": 4},
-            warps=8,
-        ),
-        Case(
-            "attend 32 keys, 1 block",
-            attention.attend_kernel,
-            attend,
-            {**attend_flags, "SPLITS": 20, "KEYS": 32},
-            warps=4,
-        ),
-        Case(
-            "attend 32 keys, 1 block, 8 warps",
-            attention.attend_kernel,
-            attend,
-            {**attend_flags, "SPLITS": 20, "KEYS": 32},
-            warps=8,
-        ),
+        Case("window places", attention.window_kernel, attend, window_flags),
+        *attends,
         Case("merge", attention.merge_kernel, {**parts, "out": "*bf16"}, merge_flags),
     ]
 
 
 def cache_cases() -> list[Case]:
     """Compressor, indexer and Engram gate."""
-    types = dict.fromkeys(("slots", "positions", "table", "picks", "query", "alive"), "*i32") | {
+    types = dict.fromkeys(("slots", "positions", "table", "picks", "records", "query", "alive"), "*i32") | {
         "pages": "*u8"
     }
     types |= dict.fromkeys(
-        ("table_width", "stride", "weight_stride", "max_entries", "max_blocks", "num_picks"), "i32"
+        (
+            "table_width",
+            "stride",
+            "weight_stride",
+            "per_block",
+            "max_entries",
+            "max_blocks",
+            "num_picks",
+        ),
+        "i32",
     )
     types |= dict.fromkeys(("projected", "open_rows", "norm", "cos", "sin", "weights", "weight"), "*fp32")
     types |= {
         "allowed": "*u8",
+        "histogram": "*i32",
+        "counts": "*i32",
+        "records": "*i32",
         "best": "*bf16",
         "latents": "*bf16",
         "scores": "*bf16",
         "weight_scale": "fp32",
         "stream": "*bf16",
     }
-    common = {"RATIO": 2, "BLOCK_SIZE": 64, "EPS": 1e-20, "BIT_OPS": False}
+    common = {"RATIO": 2, "ROPE": 64, "EPS": 1e-20, "BIT_OPS": False}
+    entry = {"D": 512, "BYTES": 288}
     scoring = {
+        "HEADS": 32,
+        "BLOCK_HEADS": 32,
+        "D": 128,
+        "BYTES": 68,
+        "PER_BLOCK": 64,
         "RATIO": 1,
-        "BLOCK_SIZE": 64,
         "UNIT": 8,
         "TOP_BLOCKS": 2048,
         "RESTRICTS": True,
         "KEYS": 64,
         "BIT_OPS": False,
     }
+    many = {"RATIO": 2, "NUM_PICKS": 512, "UNIT": 1, "CHUNK": topk.CHUNK}
     return [
-        Case("pool", compress.pool_kernel, types, {**common, "NUM_OPEN": 7}),
-        Case("key", compress.key_kernel, types, common, warps=1),
+        Case("pool", compress.pool_kernel, types, {**common, **entry, "NUM_OPEN": 7, "KEEPS": True}),
+        Case("key", compress.key_kernel, types, {**common, "D": 128, "BYTES": 68}, warps=1),
         Case("score", indexer.score_kernel, types, scoring),
         Case("blocks", indexer.block_kernel, types, {"RATIO": 1, "UNIT": 8, "TOP_BLOCKS": 2048}),
         Case("allow", indexer.allow_kernel, types, {"RATIO": 1, "UNIT": 8, "TOP_BLOCKS": 2048}),
+        *(
+            Case(kernel.__name__.removesuffix("_kernel"), kernel, types, many, warps=8)
+            for kernel in (topk.upper_kernel, topk.lower_kernel, topk.count_kernel)
+        ),
+        Case(
+            "take",
+            topk.take_kernel,
+            types,
+            {**many, "PER_BLOCK": 32, "LOCATES": True, "BLOCK_CHUNKS": 16},
+            warps=8,
+        ),
         Case(
             "select",
-            indexer.select_kernel,
+            topk.select_kernel,
             types,
-            {"RATIO": 2, "NUM_PICKS": 512, "UNIT": 1, "BLOCK": 2048},
+            {"RATIO": 2, "NUM_PICKS": 512, "UNIT": 1, "PER_BLOCK": 32, "LOCATES": True, "BLOCK": 2048},
             warps=8,
         ),
         Case(
             "engram gate",
             engram.gate_kernel,
             {**types, "projected": "*bf16"},
-            {"M": 5120, "EPS": 1e-20, "BIT_OPS": False},
+            {"M": 5120, "BLOCK": 1024, "EPS": 1e-20, "BIT_OPS": False},
         ),
     ]
 

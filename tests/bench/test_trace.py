@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import deskfleet.engine
 from deskfleet.bench.load.server_process import running_server
 from deskfleet.bench.trace.budget import flatten, kernel_table, mean_budget, step_budgets
 from deskfleet.bench.trace.categories import CATEGORIES, category_of
@@ -29,7 +30,9 @@ from deskfleet.client import Client
 from deskfleet.errors import ConfigError
 
 COMMAND = (sys.executable, "-c", "import sys; from deskfleet.cli import main; sys.exit(main())")
-RECORDED = sorted((Path(__file__).parent / "traces").glob("*.json.gz"))
+TRACES = Path(__file__).parent / "traces"
+RECORDED = sorted(TRACES.glob("tiny-rank-*.json.gz"))
+H200 = TRACES / "h200-decode.json.gz"
 
 
 def event(
@@ -184,6 +187,8 @@ def test_two_traces_of_a_rank_are_refused_and_what_is_no_trace(tmp_path: Path) -
         ("nvjet_tst_128x8_64x12", "matrix products"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel", "norms and elementwise"),
+        ("up_kernel", "experts"),
+        ("triton_up_kernel_7", "norms and elementwise"),
         ("something_else", "other"),
     ],
 )
@@ -210,6 +215,31 @@ def test_the_recorded_trace_of_two_ranks_adds_up() -> None:
     svg = as_svg(profile)
     widths = [float(w) for w in re.findall(r'<rect x="[\d.]+" y="36" width="([\d.]+)"', svg)]
     assert sum(widths) == pytest.approx(550, rel=0.2)
+
+
+def test_the_recorded_trace_of_an_h200_adds_up() -> None:
+    """Six steps of one row at the size of a rank of four, each a replay of one graph and a wait for its end."""
+    profile = Profile.of(read_traces([H200]))
+    (rank,) = as_json(profile, num_kernels=40)["ranks"]
+    assert len(rank["steps"]) == 6
+    for each in rank["steps"]:
+        assert each["sum_ms"] == pytest.approx(each["wall_ms"], rel=0.01)
+    # The same graph every time: what the device did differs by little, however long the host took to begin.
+    busy = [each["wall_ms"] - each["by_category_ms"]["idle"] for each in rank["steps"]]
+    assert max(busy) < 1.03 * min(busy)
+    by_category = rank["by_category_ms"]
+    assert by_category.get("other", 0) < 0.02 * rank["step_ms"]
+    for name in ("attention", "experts", "hyper-connections", "matrix products"):
+        assert by_category[name] > 0.05 * rank["step_ms"], name
+
+
+def test_every_kernel_of_ours_has_a_category() -> None:
+    sources = Path(deskfleet.engine.__file__).parent / "cuda"
+    names = re.findall(
+        r"^def (\w+_kernel)\(", "".join(p.read_text() for p in sources.glob("*.py")), re.MULTILINE
+    )
+    assert len(names) > 15
+    assert not [name for name in names if category_of(name) == "other"]
 
 
 def test_the_command(tmp_path: Path) -> None:

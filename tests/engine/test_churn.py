@@ -6,8 +6,11 @@ that is kept by batch row instead of by request: such drafts are only refused mo
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,16 @@ from deskfleet.engine.core import EngineCore
 from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
 from deskfleet.engine.model.draft import Anchor, DraftModel
 from deskfleet.engine.runner import ModelRunner
-from tests.engine.cores import Answer, adding, assert_nothing_held, collect, core_over, load_runner, run_alone
+from tests.engine.cores import (
+    Answer,
+    adding,
+    assert_nothing_held,
+    collect,
+    core_over,
+    load_runner,
+    run_all,
+    run_alone,
+)
 from tests.engine.engines import greedy, random_ids
 from tests.engine.golden import checkpoint, plain_limits, token_map
 from tests.engine.lockstep import Lockstep
@@ -100,6 +112,32 @@ def compare_drafts(found: Drafts, alone: Drafts) -> int:
 
 
 TIGHT = {"num_blocks": 12}  # of 16 tokens, for requests of up to 120: somebody is always pushed out
+COST = '{"rows": [[1, 0.01], [24, 0.01], [48, 0.05]], "requests": [[1, 0.001]]}'  # dear beyond 24 rows
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cost table, for settings with `cost:TABLE`."""
+    path = tmp_path_factory.mktemp("cost") / "table.json"
+    path.write_text(COST)
+    return path
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        "3",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("1", "2", "4", "k=5,accept=token,cap=conf:0.3", "k=5,draft=greedy,cap=cost:TABLE")
+        ),
+    ],
+)
+def test_answers_do_not_depend_on_drafts(runner, alone, table, speculation) -> None:
+    """Each request by itself; without drafts and with 5 `alone` has asked it already."""
+    core = core_over(runner, speculation.replace("TABLE", str(table)), prefix_cache=False)
+    assert run_alone(core, REQUESTS) == alone[0]
+    assert core.stats.num_accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -120,12 +158,14 @@ TIGHT = {"num_blocks": 12}  # of 16 tokens, for requests of up to 120: somebody 
                 ("4", {}),
                 ("5", TIGHT),
                 ("k=5,cap=conf:0.1", {}),
+                ("k=5,cap=cost:TABLE", TIGHT),
             )
         ),
     ],
 )
-def test_answers_do_not_depend_on_company(runner, alone, speculation, limits) -> None:
+def test_answers_do_not_depend_on_company(runner, alone, table, speculation, limits) -> None:
     drafts: Drafts = {}
+    speculation = speculation.replace("TABLE", str(table))
     core = core_over(runner, speculation, limits=limits, max_num_batched_tokens=96)
     watch(core, drafts)
     compare(churn(core, REQUESTS, seed=len(speculation) + len(limits)), alone[0])
@@ -133,6 +173,28 @@ def test_answers_do_not_depend_on_company(runner, alone, speculation, limits) ->
     if speculation != "off":
         assert compare_drafts(drafts, alone[1]) > 40
         assert core.stats.num_accepted > 0
+
+
+def test_what_requests_are_told_of_their_drafts_adds_up(runner) -> None:
+    """Of each request: verifications, drafts, accepted ones and rows in vain. Together they are the engine's own."""
+    core = core_over(runner, "5", max_num_batched_tokens=96)
+    latest: dict[str, RequestOutput] = {}
+    num_tokens: Counter[str] = Counter()
+    for request in REQUESTS:
+        core.add(request)
+    while core.has_work:
+        for output in core.step():
+            latest[output.request_id] = output
+            num_tokens[output.request_id] += len(output.token_ids)
+    stats = core.stats
+    for name in ("num_verify_steps", "num_drafted", "num_accepted", "num_wasted_rows"):
+        assert sum(getattr(output, name) for output in latest.values()) == getattr(stats, name) > 0, name
+    for request_id, told in latest.items():
+        # Nothing stops before its length here, so every accepted draft and one token more a step came out.
+        assert told.num_wasted_rows == told.num_drafted - told.num_accepted
+        assert told.num_verify_steps + told.num_accepted <= num_tokens[request_id] - 1, (
+            "the first needs no draft"
+        )
 
 
 def test_draft_state_kept_by_batch_row_would_be_seen(runner, alone, monkeypatch) -> None:
@@ -150,23 +212,46 @@ def test_draft_state_kept_by_batch_row_would_be_seen(runner, alone, monkeypatch)
         compare_drafts(drafts, alone[1])
 
 
+# Tensor-parallel ranks, and how many of them share out the cache.
+RANKS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4)]
+
+
 @pytest.mark.parametrize(
-    ("tp_size", "dcp_size"),
-    [(2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (4, 2)))],
+    ("tp_size", "dcp_size", "speculation", "count"),
+    [
+        (2, 2, "5", 7),
+        (3, 1, "5", 7),
+        *(
+            pytest.param(*sizes, speculation, 16, marks=pytest.mark.slow)
+            for sizes in RANKS
+            for speculation in ("off", "5", "k=3,accept=token,cap=conf:0.3")
+        ),
+    ],
 )
-def test_answers_do_not_depend_on_ranks(alone, tp_size: int, dcp_size: int) -> None:
+def test_answers_do_not_depend_on_ranks(
+    alone, tp_size: int, dcp_size: int, speculation: str, count: int
+) -> None:
+    """A few requests in the fast lane; in the slow one all of them, over pools in which somebody is pushed out."""
+    num_blocks = 24 if count < len(REQUESTS) else 9  # so few that no order of arrival spares everybody
     group = Lockstep(
         checkpoint(),
         tp_size,
-        replace(plain_limits(8, 256), num_blocks=24, dcp_size=dcp_size),
+        replace(plain_limits(count, 256), num_blocks=num_blocks, dcp_size=dcp_size),
         pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
         with_drafts=True,
     )
+    drafts: Drafts = {}
     with group:
-        core = core_over(group.leader, "5", max_num_batched_tokens=96)
-        found = churn(core, REQUESTS[:7], seed=tp_size)
-    compare(found, {request.request_id: alone[0][request.request_id] for request in REQUESTS[:7]})
+        core = core_over(group.leader, speculation, max_num_batched_tokens=96)
+        watch(core, drafts)
+        found = churn(core, REQUESTS[:count], seed=tp_size)
+    compare(found, {request.request_id: alone[0][request.request_id] for request in REQUESTS[:count]})
     assert group.not_finite == []
+    if speculation != "off":
+        assert compare_drafts(drafts, alone[1]) > 2 * count
+    if count == len(REQUESTS):
+        assert core.stats.num_preempted > 0
+        assert core.stats.num_cancelled > 0
 
 
 def test_a_planted_nan_fails_its_request_and_no_other(runner, alone) -> None:
@@ -205,6 +290,38 @@ def test_a_planted_nan_fails_its_request_and_no_other(runner, alone) -> None:
     core.add(replace_id(REQUESTS[5], "again"))
     core.step()
     assert core.stats.num_prefix_hits == 0
+
+
+def test_a_planted_nan_of_another_rank_is_seen(alone) -> None:
+    """One row of the second rank's part of the vocabulary, in one step."""
+    requests = REQUESTS[:4]
+    group = Lockstep(
+        checkpoint(),
+        2,
+        plain_limits(len(requests), 256),
+        pad_compressed_id=int(token_map()[checkpoint().config.engram_pad_token_id]),
+        with_drafts=True,
+    )
+    model, num_calls = group.runners[1].model, itertools.count(1)
+    logits = model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        if next(num_calls) == 6:
+            hidden = hidden.clone()
+            hidden[0] = torch.nan
+        return logits(hidden)
+
+    model.logits = poisoned  # type: ignore[method-assign]
+    with group:
+        answers = run_all(core := core_over(group.leader, "5"), requests)
+    (failed,) = [answer for answer in answers.values() if answer.error is not None]
+    assert failed.error is not None
+    assert "are not finite at position" in failed.error
+    assert {name for name, answer in answers.items() if answer != alone[0][name]} == {
+        name for name, answer in answers.items() if answer is failed
+    }
+    assert core.stats.num_not_finite == 1
+    assert {each.partition(":")[0] for each in group.not_finite if "sent" in each} == {"rank 1"}
 
 
 def test_a_score_that_is_pushed_out_gives_every_row_once(runner) -> None:

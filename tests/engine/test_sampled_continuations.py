@@ -15,6 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,18 @@ MODES = {
     # Of this drafter's pairs some are surer than this and some are not, depending on the first of the two.
     "block, capped": "k=5,accept=block,cap=conf:0.68",
     "block, colder drafts": "k=5,accept=block,temperature=0.5",
+    "token, capped": "k=5,accept=token,cap=conf:0.68",
+    "block, by cost": "k=5,accept=block,cap=cost:TABLE",
 }
+# Of the 96 rows that 32 requests may fill, 40 are cheap.
+COST = '{"rows": [[1, 0.01], [40, 0.01], [96, 0.1]]}'
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cost") / "table.json"
+    path.write_text(COST)
+    return path
 
 
 def sampling(seed: int) -> SamplingParams:
@@ -120,13 +132,13 @@ def p_value(found: Counter[Tokens], expected: dict[Tokens, float]) -> float:
     return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
-def judge(memo: MemoRunner, expected: dict[Tokens, float], mode: str, num_seeds: int) -> float:
-    """p-value of so many continuations, which must have come about in the way the mode says."""
-    core = core_over(memo, MODES[mode], prefix_cache=False)
+def judge(memo: MemoRunner, expected: dict[Tokens, float], speculation: str, num_seeds: int) -> float:
+    """p-value of so many continuations, which must have come about in the way `speculation` says."""
+    core = core_over(memo, speculation, prefix_cache=False)
     chance = p_value(continuations(core, range(num_seeds)), expected)
     stats = core.stats
     assert stats.num_generated_tokens == NUM_TOKENS * num_seeds
-    if mode == "off":
+    if speculation == "off":
         assert stats.num_drafted == 0
     else:
         assert 0.2 * stats.num_verify_steps < stats.num_accepted < 0.6 * stats.num_drafted
@@ -144,16 +156,21 @@ FAST = ("off", "block", "token")
         for num_seeds in (FEW, MANY)
     ],
 )
-def test_answers_are_distributed_as_the_model_says(memo, expected, mode: str, num_seeds: int) -> None:
-    chance = judge(memo, expected, mode, num_seeds)
+def test_answers_are_distributed_as_the_model_says(
+    memo, expected, table: Path, mode: str, num_seeds: int
+) -> None:
+    chance = judge(memo, expected, MODES[mode].replace("TABLE", str(table)), num_seeds)
     measured.append(f"{num_seeds} sampled continuations, {mode}: p = {chance:.3g}")
     assert chance > P_LEAST
 
 
-def test_the_cap_cuts_some_blocks_and_not_others(memo: MemoRunner) -> None:
-    """Else the capped mode would be one without a cap, or one of single drafts."""
+@pytest.mark.parametrize(("mode", "possible"), [("block, capped", {1, 2}), ("block, by cost", {0, 1, 2})])
+def test_the_cap_cuts_some_blocks_and_not_others(
+    memo: MemoRunner, table: Path, mode: str, possible: set[int]
+) -> None:
+    """Else the mode would be one without a cap, or one of single drafts."""
     lengths: Counter[int] = Counter()
-    core = core_over(memo, MODES["block, capped"], prefix_cache=False)
+    core = core_over(memo, MODES[mode].replace("TABLE", str(table)), prefix_cache=False)
     step = core.step
 
     def watched() -> list[RequestOutput]:
@@ -167,7 +184,7 @@ def test_the_cap_cuts_some_blocks_and_not_others(memo: MemoRunner) -> None:
 
     core.step = watched  # type: ignore[method-assign]
     continuations(core, range(200))
-    assert lengths.keys() == {1, 2}
+    assert lengths.keys() == possible
     assert min(lengths.values()) > 20
 
 
@@ -214,6 +231,6 @@ def one_coin_for_all_steps(target: np.ndarray, drafts: Sequence[int], drafted: A
 )
 def test_planted_biases_are_found(memo, expected, monkeypatch, biased, num_seeds: int) -> None:
     monkeypatch.setattr("deskfleet.engine.core.verify", biased)
-    chance = judge(memo, expected, "block", num_seeds)
+    chance = judge(memo, expected, MODES["block"], num_seeds)
     measured.append(f"{num_seeds} continuations, planted: {biased.__name__}: p = {chance:.3g}")
     assert chance < P_LEAST

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deskfleet.engine.core import EngineCore
+from deskfleet.engine.model import indexer
 from deskfleet.engine.runner import ModelRunner
 from tests.engine.cores import adding, core_over, load_runner
 from tests.engine.engines import greedy, random_ids
@@ -62,6 +65,26 @@ def test_any_cutting_into_chunks(runner: ModelRunner, one_pass: np.ndarray, seed
     core.scheduler.schedule = cut  # type: ignore[method-assign]
     assert score(core, LENGTH).tobytes() == one_pass.tobytes()
     assert core.stats.num_steps > 2
+
+
+@pytest.mark.parametrize("scores", [1, 700, 5000])
+def test_index_scores_of_a_few_rows_at_a_time(
+    runner: ModelRunner, one_pass: np.ndarray, monkeypatch: pytest.MonkeyPatch, scores: int
+) -> None:
+    """One pass, its rows ranked one by one, one or two at a time, or in some larger pieces: the same entries."""
+    monkeypatch.setattr(indexer, "_SCORES_PER_CHUNK", scores)
+    sizes: list[int] = []
+    best = indexer._best
+
+    def watched(found: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(found))
+        return best(found, *rest)
+
+    monkeypatch.setattr(indexer, "_best", watched)
+    length = 300
+    found = score(core_over(runner, max_num_batched_tokens=length), length)
+    assert found.tobytes() == one_pass[:length].tobytes()
+    assert max(sizes) <= max(scores // (length // 2), 1) < length
 
 
 def check_lengths(runner: ModelRunner, one_pass: np.ndarray, lengths: range) -> None:

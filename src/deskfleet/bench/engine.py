@@ -20,6 +20,7 @@ from deskfleet.endpoint import GenerateRequest, SamplingParams
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.errors import ConfigError, EngineError
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.embedded import embedded_name
 
 NAME = "cpu-decode"
 
@@ -77,7 +78,7 @@ async def measure_decode(
         name=NAME,
         provenance=provenance,
         settings={
-            "checkpoint": suite.checkpoint.resolve().name,
+            "checkpoint": embedded_name(suite.checkpoint) or suite.checkpoint.resolve().name,
             "num_layers": checkpoint.config.num_hidden_layers,
             "hidden_size": checkpoint.config.hidden_size,
             "tensor_bytes": checkpoint.total_bytes,

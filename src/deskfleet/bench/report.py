@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from deskfleet.bench.gateway.page import render_gateway
 from deskfleet.bench.gateway.record import GatewayResult, is_gateway_result
+from deskfleet.bench.gpu_page import is_gpu_result, read_gpu_result, render_gpu
 from deskfleet.bench.load.record import LoadResult, is_load_result
 from deskfleet.bench.load.tables import footnotes, markdown_rows
 from deskfleet.bench.provenance import Provenance
 from deskfleet.bench.result import Result, Spread
 from deskfleet.bench.serving import PREFIX, WaysResult, is_ways_result
+from deskfleet.errors import ConfigError
 from deskfleet.units import format_bytes
+
+PROOF = "-engram-proof-"
+"""What the names of files hold that `python -m deskfleet_vllm prove` and its like wrote."""
+
+
+class _Proof(msgspec.Struct):
+    """deskfleet_engram.proof writes it, where this package is not installed."""
+
+    command: list[str]
+    date: str
+    python: str
+    versions: dict[str, str]
+    said: list[str]
 
 
 def render_report(paths: Sequence[Path]) -> str:
@@ -24,13 +41,37 @@ def render_report(paths: Sequence[Path]) -> str:
 
 
 def _render(path: Path) -> str:
+    if PROOF in path.name:
+        return render_proof(path)
     if is_gateway_result(path):
         return render_gateway(path.name, GatewayResult.read(path))
+    if is_gpu_result(path):
+        return render_gpu(path.name, read_gpu_result(path))
     if is_load_result(path):
         return render_load(path.name, LoadResult.read(path))
     if is_ways_result(path):
         return render_ways(path.name, WaysResult.read(path))
     return render_result(path.name, Result.read(path))
+
+
+def render_proof(path: Path) -> str:
+    """Return what a proof of the engines' plug-ins said on a device. Raises ConfigError when the file is none."""
+    try:
+        proof = msgspec.json.decode(path.read_bytes(), type=_Proof)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read the proof {path}: {error}") from error
+    versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items())
+    return "\n".join(
+        [
+            f"## {path.stem}",
+            "",
+            f"`python3 -m {' '.join(proof.command)}` on {proof.date[:10]}, Python {proof.python}, {versions}. All "
+            f"samples: `bench/results/{path.name}`. It said:",
+            "",
+            *(f"* {line}" for line in proof.said),
+            "",
+        ]
+    )
 
 
 def render_load(file_name: str, result: LoadResult) -> str:
@@ -83,6 +124,12 @@ def render_ways(file_name: str, result: WaysResult) -> str:
             f"{settings.get('num_turn_tokens')}; but for the cold start, all before the turn is known from an earlier "
             "request. Of the tokens found, those of a lost window are run again: one window, or exactly, as many "
             "windows as the model has layers."
+        )
+    elif num_questions := settings.get("num_questions"):
+        what = (
+            f"one stream, {num_questions} questions in turn, one a round, answered greedily without thinking in at "
+            f"most {settings.get('num_tokens')} tokens, the same in every row; prefill not counted. How many drafts "
+            "are accepted is the checkpoint's doing and the text's: the brackets hold what differs between questions."
         )
     else:
         what = (
@@ -167,4 +214,12 @@ def _cell(spread: Spread, digits: int = 1) -> str:
     return f"{spread.median:.{digits}f} [{spread.least:.{digits}f}-{spread.greatest:.{digits}f}]"
 
 
-__all__ = ["render_load", "render_report", "render_result", "render_ways", "ways_head", "ways_rows"]
+__all__ = [
+    "render_load",
+    "render_proof",
+    "render_report",
+    "render_result",
+    "render_ways",
+    "ways_head",
+    "ways_rows",
+]

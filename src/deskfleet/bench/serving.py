@@ -23,8 +23,10 @@ from deskfleet.bench.result import Spread, write_new
 from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams
 from deskfleet.engine.client import EngineClient, EngineOptions
 from deskfleet.errors import ConfigError, EngineError
+from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.embedded import embedded_name
 
 PREFIX, SPECULATION = "prefix-ttft", "speculation"
 SCHEMA = 1
@@ -119,12 +121,17 @@ class PrefixSuite:
 @dataclass(frozen=True, slots=True)
 class SpeculationSuite:
     """What to measure. `num_tokens` are generated greedily after a prompt of `num_prompt_tokens`, with each number of
-    drafts; 0 is off and comes first."""
+    drafts; 0 is off and comes first.
+
+    With `questions`, each round asks the next of them as a chat without thinking instead, and `num_tokens` is the most
+    that an answer may have: what a trained checkpoint was made for, where random tokens are not.
+    """
 
     checkpoint: Path
     num_drafts: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     num_tokens: int = 32
     num_prompt_tokens: int = 32
+    questions: tuple[str, ...] = ()
     rounds: int = 4
     threads_per_rank: int | None = None
 
@@ -222,15 +229,25 @@ async def measure_speculation(
 ) -> WaysResult:
     """Decode speed of one stream, by number of drafts. Every way generates the same tokens of the same prompt.
 
-    Raises what opening the checkpoint and running the engine raise; EngineError when two ways gave different tokens.
+    Raises what opening the checkpoint and running the engine raise; EngineError when two ways gave different tokens, or
+    an answer is too short to be timed.
     """
     checkpoint = await asyncio.to_thread(Checkpoint.open, suite.checkpoint)
+    asked = _encode(suite.questions, checkpoint)
     answers: dict[int, tuple[int, ...]] = {}
 
     async def measure(engine: EngineClient, number: int) -> _Taken:
-        prompt = _text(engine, np.random.default_rng(number), suite.num_prompt_tokens)
+        if asked:
+            prompt = asked[number % len(asked)]
+        else:
+            prompt = _text(engine, np.random.default_rng(number), suite.num_prompt_tokens)
         before = await engine.stats()
-        tokens, times = await _generate(engine, prompt, suite.num_tokens)
+        tokens, times = await _generate(engine, prompt, suite.num_tokens, ignore_eos=not asked)
+        if times[-1] == times[0]:
+            raise EngineError(
+                f"the answer of {len(tokens)} tokens came in one step, which gives no rate",
+                hint="ask for something longer",
+            )
         names = ("num_verify_steps", "num_drafted", "num_accepted")
         counts = _difference(before, await engine.stats(), *names)
         if answers.setdefault(number, tokens) != tokens:
@@ -242,7 +259,7 @@ async def measure_speculation(
 
     ways = {
         f"{k} drafts" if k else "off": EngineOptions(
-            max_model_len=suite.num_prompt_tokens + suite.num_tokens + 1,
+            max_model_len=max(map(len, asked), default=suite.num_prompt_tokens) + suite.num_tokens + 1,
             max_num_seqs=1,
             prefix_cache=False,
             speculation=str(k) if k else "off",
@@ -250,7 +267,8 @@ async def measure_speculation(
         )
         for k in suite.num_drafts
     }
-    settings = {"num_prompt_tokens": suite.num_prompt_tokens, "num_tokens": suite.num_tokens}
+    prompts = {"num_questions": len(asked)} if asked else {"num_prompt_tokens": suite.num_prompt_tokens}
+    settings = prompts | {"num_tokens": suite.num_tokens}
     return await _take_turns(SPECULATION, suite, checkpoint, ways, measure, settings, provenance, on_sample)
 
 
@@ -288,7 +306,7 @@ async def _take_turns(
         name=name,
         provenance=provenance,
         settings={
-            "checkpoint": suite.checkpoint.resolve().name,
+            "checkpoint": embedded_name(suite.checkpoint) or suite.checkpoint.resolve().name,
             "num_layers": checkpoint.config.num_hidden_layers,
             "hidden_size": checkpoint.config.hidden_size,
             "tensor_bytes": checkpoint.total_bytes,
@@ -303,16 +321,24 @@ async def _take_turns(
 
 
 async def _generate(
-    engine: EngineClient, prompt: tuple[int, ...], num_tokens: int
+    engine: EngineClient, prompt: tuple[int, ...], num_tokens: int, *, ignore_eos: bool = True
 ) -> tuple[tuple[int, ...], list[float]]:
     """Return the tokens of a greedy answer, and when each arrived."""
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=ignore_eos)
     tokens: tuple[int, ...] = ()
     times: list[float] = []
     async for chunk in engine.generate(GenerateRequest(f"bench-{uuid.uuid4().hex}", prompt, sampling)):
         tokens += chunk.token_ids
         times += [time.perf_counter()] * len(chunk.token_ids)
     return tokens, times
+
+
+def _encode(questions: tuple[str, ...], checkpoint: Checkpoint) -> list[tuple[int, ...]]:
+    """Return the prompt's ids of each question."""
+    if not questions:
+        return []  # a checkpoint without a tokenizer will do
+    chat = ChatFormat.from_checkpoint(checkpoint.directory)
+    return [tuple(chat.encode_question(question)) for question in questions]
 
 
 def _text(engine: EngineClient, texts: np.random.Generator, length: int) -> tuple[int, ...]:

@@ -161,6 +161,14 @@ def speculation(
         "num_tokens"
     ],
     prompt_tokens: PromptTokens = _SPECULATION["num_prompt_tokens"],
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ask",
+            metavar="TEXT",
+            help="Instead of random tokens: a question, without thinking. Several take turns, a round each.",
+        ),
+    ] = None,
     rounds: Rounds = _SPECULATION["rounds"],
     threads_per_rank: ThreadsPerRank = _SPECULATION["threads_per_rank"],
     out: Out = None,
@@ -169,13 +177,15 @@ def speculation(
 ) -> None:
     """Decode speed of one stream, by number of drafts.
 
-    An engine for each number, side by side. Only a trained checkpoint shows what drafts are worth.
+    An engine for each number, side by side. Only a trained checkpoint shows what drafts are worth, and only with
+    questions that it was trained for.
     """
     suite = SpeculationSuite(
         checkpoint=checkpoint,
         num_drafts=parse_counts(drafts, "--drafts"),
         num_tokens=tokens,
         num_prompt_tokens=prompt_tokens,
+        questions=tuple(ask or ()),
         rounds=rounds,
         threads_per_rank=threads_per_rank,
     )

@@ -14,8 +14,10 @@ from deskfleet.cli.flags import (
     PORT,
     EngramPack,
     EngramSecondSource,
+    Graphs,
     Json,
     MaxModelLen,
+    OnDevice,
     Speculate,
     default_of,
 )
@@ -82,6 +84,8 @@ def run(
     speculate: Speculate = ENGINE.speculation,
     engram_pack: EngramPack = ENGINE.engram_pack,
     engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
+    device: OnDevice = ENGINE.device,
+    graphs: Graphs = ENGINE.graphs,
     as_json: Json = False,
 ) -> None:
     """Ask questions with known answers, and say how many are right.
@@ -104,6 +108,8 @@ def run(
         speculation=speculate,
         engram_pack=engram_pack,
         engram_second_source=engram_second_source,
+        device=device,
+        graphs=graphs,
     )
     with ExitStack() as stack:
         if not target.startswith(("http://", "https://")):

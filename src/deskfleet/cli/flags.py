@@ -13,6 +13,7 @@ import typer
 
 from deskfleet.engine.client import EngineOptions
 from deskfleet.gateway.settings import GatewaySettings
+from deskfleet.model.device import Device
 from deskfleet.model.embedded import POCKET, locate
 from deskfleet.model.limits import PrefixReplay
 
@@ -102,6 +103,12 @@ DecoderReplay = Annotated[
     ),
 ]
 
+OnDevice = Annotated[Device, typer.Option("--device", help="Where the ranks compute.")]
+Graphs = Annotated[
+    bool,
+    typer.Option("--graphs/--no-graphs", help="On a GPU: launch a step as one graph, or kernel by kernel."),
+]
+
 ENGINE = EngineOptions()
 """How a checkpoint is run when nobody says otherwise."""
 
@@ -129,10 +136,12 @@ __all__ = [
     "DecoderReplay",
     "EngramPack",
     "EngramSecondSource",
+    "Graphs",
     "Host",
     "Json",
     "KvCacheTokens",
     "MaxModelLen",
+    "OnDevice",
     "Port",
     "PrefixCache",
     "Replay",

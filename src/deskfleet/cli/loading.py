@@ -103,10 +103,16 @@ class LoadReport:
 
 
 def memory_table(checks: Sequence[RankCheck]) -> Iterator[str]:
-    """Yield a heading and a line for each rank: resident memory planned and measured, and what it is made of."""
-    yield f"{'rank':6} {'planned':>11} {'measured':>11} {'':7} {'weights':>11} {'caches':>11} {'process':>11}"
+    """Yield a heading and a line for each rank: memory planned and measured, and what it is made of.
+
+    It is the resident memory of the rank's process, or what its GPU holds.
+    """
+    is_gpu = any(line.name.startswith("gpu.") for check in checks for line in check.lines)
+    rest = "steps" if is_gpu else "process"
+    yield f"{'rank':6} {'planned':>11} {'measured':>11} {'':7} {'weights':>11} {'caches':>11} {rest:>11}"
     for check in checks:
-        parts = [check.group_bytes(prefix) for prefix in ("weights.", "kv.", "process")]
+        groups = (("weights.", "gpu.weights."), ("kv.", "gpu.kv."), ("process", "gpu.buffers.", "gpu.other"))
+        parts = [check.group_bytes(*prefixes) for prefixes in groups]
         planned, measured, *parts_of_it = (
             f"{format_bytes(n):>11}" for n in (check.predicted_bytes, check.measured_bytes, *parts)
         )

@@ -12,7 +12,9 @@ from deskfleet.cli.flags import (
     CheckpointArgument,
     EngramPack,
     EngramSecondSource,
+    Graphs,
     Json,
+    OnDevice,
     TensorParallel,
 )
 from deskfleet.cli.terminal import print_json
@@ -38,6 +40,8 @@ def run(
     ] = None,
     engram_pack: EngramPack = ENGINE.engram_pack,
     engram_second_source: EngramSecondSource = ENGINE.engram_second_source,
+    device: OnDevice = ENGINE.device,
+    graphs: Graphs = ENGINE.graphs,
     as_json: Json = False,
 ) -> None:
     """Write the logits of every position of a token sequence.
@@ -55,6 +59,8 @@ def run(
         chunk=chunk,
         engram_pack=engram_pack,
         engram_second_source=engram_second_source,
+        device=device,
+        graphs=graphs,
     )
     if as_json:
         print_json(

@@ -157,12 +157,15 @@ class BatchBuilder:
                     f"segment {segment.start}+{segment.num_tokens} exceeds the {self._tables.max_model_len} positions "
                     "of a slot"
                 )
-        engram_ids = _joined([self._hash(segment) for segment in segments])
-        batch = self._build(segments, engram_ids)
+        batch = self._build(segments, self.engram_ids(segments))
         tail = self._tail(batch) if self._decoder_replay else None
         if image_embeddings is None and tail is None:
             return batch
         return replace(batch, image_embeddings=image_embeddings, tail=tail)
+
+    def engram_ids(self, segments: Sequence[Segment]) -> np.ndarray:
+        """Table rows int64 [T, Engram layers, columns] of all positions of the segments."""
+        return _joined([self._hash(segment) for segment in segments])
 
     def _build(self, segments: Sequence[Segment], engram_ids: np.ndarray) -> Batch:
         row_starts = tuple(accumulate((s.num_tokens for s in segments), initial=0))

@@ -250,7 +250,7 @@ class CacheManager:
 
     def _find_prefix(self, request: Request) -> tuple[int, int]:
         """Tokens found, and where to start so that their window exists: the choice that runs the fewest tokens."""
-        if request.score:
+        if request.is_scored:
             return 0, 0  # every position's logits are asked for
         most = (request.num_tokens - 1) // self.block_size  # something must be left to run
         self._extend_hashes(request, most)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -28,9 +28,7 @@ from deskfleet.endpoint import (
     TokenChunk,
 )
 from deskfleet.engine import messages
-from deskfleet.engine.constraints import check_constraint
 from deskfleet.engine.identity import checkpoint_identity
-from deskfleet.engine.images import PreparedImage, prepare_image
 from deskfleet.engine.intake import check_placeholders, check_prompt, check_sampling, expand_spans
 from deskfleet.engine.local_ranks import LocalRanks
 from deskfleet.engine.messages import PUBLISHED_SHARDS
@@ -49,6 +47,7 @@ from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.stopping import StopStrings
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.device import Device
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import (
     DEFAULT_BLOCK_SIZE,
@@ -63,6 +62,9 @@ from deskfleet.model.memory import RankMemory
 from deskfleet.model.packs import check_pack
 from deskfleet.model.tokenizer import load_tokenizer, thinking_tokens
 
+if TYPE_CHECKING:
+    from deskfleet.engine.images import PreparedImage
+
 _SETTLE_S = 0.5  # after one rank ends, how long others may still report why
 _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
 
@@ -73,6 +75,8 @@ class EngineOptions:
 
     `kv_cache_tokens` is the capacity of the pool of compressed KV; `num_window_tails` the windows kept of requests that
     have ended. Each of `dcp_size` ranks holds a share of the pool. `speculation` is read by SpeculationOptions.parse.
+
+    `device` is where the ranks compute; on a GPU, `graphs` captures the launches of a step.
 
     `engram_pack` is a pack of the checkpoint's Engram rows to read instead of the published shards; with
     `engram_second_source` the shards answer for rows that it cannot give, and such rows are counted.
@@ -94,6 +98,8 @@ class EngineOptions:
     engram_pack: Path | None = None
     engram_second_source: bool = False
     operators: OperatorChoice = "auto"
+    device: Device = "cpu"
+    graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,9 @@ class EngineClient:
                     output.num_drafted,
                     output.num_accepted,
                     queued_s=output.queued_s,
+                    num_verify_steps=output.num_verify_steps,
+                    num_wasted_rows=output.num_wasted_rows,
+                    prompt_logprobs=output.prompt_logprobs,
                 )
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -372,6 +381,8 @@ class EngineClient:
             prefix_cache=options.prefix_cache,
             prefix_replay=options.prefix_replay,
             operators=options.operators,
+            device=options.device,
+            graphs=options.graphs,
             num_threads=options.threads_per_rank,
             planned_bytes=self.planned_bytes.get(rank),
             silence_s=None if patience is None else patience.rank_ends_s,
@@ -535,9 +546,17 @@ class EngineClient:
         await self._check_form(request.sampling)
         if request.images and config.vision is None:
             raise RequestError("this checkpoint cannot see images", param="messages")
+        if request.images and self.options.device != "cpu":
+            raise RequestError(
+                "images are not computed on a GPU yet",
+                param="messages",
+                hint="serve the checkpoint with --device cpu for them",
+            )
         check_placeholders(request.prompt_token_ids, config.image_token_id, len(request.images))
         images: list[PreparedImage] = []
-        if config.vision is not None:
+        if request.images and config.vision is not None:
+            from deskfleet.engine.images import prepare_image
+
             for image in request.images:
                 images.append(await asyncio.to_thread(prepare_image, image.data, config.vision))
         token_ids, in_image = expand_spans(request.prompt_token_ids, config.image_token_id, images)
@@ -559,6 +578,8 @@ class EngineClient:
                 "this checkpoint's tokenizer has no <think> and </think>", param="thinking_budget"
             )
         if params.constraint is not None:
+            from deskfleet.engine.constraints import check_constraint
+
             # Here, where it can be refused, and in a thread: a large schema takes tenths of a second.
             await asyncio.to_thread(check_constraint, params.constraint)
 
@@ -614,6 +635,25 @@ def _check_options(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, less than 1")
+    if options.device != "cpu":
+        _check_device_options(options)
+
+
+def _check_device_options(options: EngineOptions) -> None:
+    """Refuse what a GPU does not do yet, rather than do something else."""
+    for name, is_set, otherwise in (
+        ("tp_size", options.tp_size > 1, "one rank: leave out --tp"),
+        ("dcp_size", options.dcp_size > 1, "leave out --dcp"),
+        ("speculation", options.speculation != "off", "--speculate off"),
+        ("decoder_replay", options.decoder_replay, "leave out --decoder-replay"),
+        ("prefix_replay", options.prefix_replay != "exact", "--prefix-replay exact"),
+        ("operators", options.operators != "auto", "operators are for --device cpu"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{name} {getattr(options, name)} is not there on device {options.device}",
+                hint=f"{otherwise}, or serve with --device cpu",
+            )
 
 
 def _speculation(checkpoint: Checkpoint, options: EngineOptions) -> SpeculationOptions:

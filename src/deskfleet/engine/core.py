@@ -9,19 +9,19 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from deskfleet.endpoint import EngineStats, FinishReason
 from deskfleet.engine.blocks import CacheManager
-from deskfleet.engine.constraints import ConstraintCompiler
 from deskfleet.engine.messages import AddRequest, Cancel, DraftRequest, RequestOutput
 from deskfleet.engine.request import Request
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.sampler import SamplingState, logprobs
 from deskfleet.engine.scheduler import Scheduled, Scheduler, SchedulerPolicy
-from deskfleet.engine.segments import segment_of, wanted_rows
+from deskfleet.engine.segments import scored_positions, segment_of, wanted_rows
 from deskfleet.engine.speculate import (
     Coins,
     CostCap,
@@ -36,6 +36,9 @@ from deskfleet.engine.speculate import (
 from deskfleet.errors import RequestError
 from deskfleet.model.limits import PrefixReplay
 from deskfleet.model.tokenizer import ThinkingTokens
+
+if TYPE_CHECKING:
+    from deskfleet.engine.constraints import ConstraintCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +191,13 @@ class EngineCore:
 
     def _advance(self, work: Scheduled, logits: np.ndarray) -> RequestOutput | None:
         """Turn a request's logit rows [r, V] of this step into its output; ends the request when it is done."""
-        request = work.request
+        request, scored = work.request, scored_positions(work)
         request.num_computed_tokens += work.num_tokens
         if not np.isfinite(logits).all():
             return self._fail_not_finite(request, logits)
+        if scored:
+            self._score_prompt(request, logits[: len(scored)], scored)
+            logits = logits[len(scored) :]
         if len(logits) == 0:
             self.cache.commit(request)
             return None
@@ -203,6 +209,7 @@ class EngineCore:
         except RequestError as error:
             self._finish(request)
             return RequestOutput(request.request_id, error=error.message, param=error.param or "")
+        is_first = not request.output_token_ids
         tokens = [*request.draft_token_ids[: verdict.num_accepted], verdict.next_token_id]
         request.drop_drafts()
         count = request.sampling.logprobs
@@ -236,8 +243,21 @@ class EngineCore:
             num_cached_tokens=request.num_reused_tokens,
             num_drafted=request.speculation.num_drafted,
             num_accepted=request.speculation.num_accepted,
+            num_verify_steps=request.speculation.num_steps,
+            num_wasted_rows=request.speculation.num_wasted_rows,
             queued_s=None if request.started_s is None else request.started_s - request.arrival_s,
+            prompt_logprobs=tuple(request.prompt_logprobs)
+            if is_first and request.sampling.prompt_logprobs is not None
+            else None,
         )
+
+    def _score_prompt(self, request: Request, logits: np.ndarray, positions: range) -> None:
+        """Keep what the rows of these positions say of the prompt's tokens after them."""
+        count = request.sampling.prompt_logprobs or 0
+        for row, position in zip(logits, positions, strict=True):
+            token_id = int(request.prompt_token_ids[position + 1])
+            request.prompt_logprobs.append(logprobs(row, token_id, count))
+        request.num_scored_tokens = positions.stop
 
     def _verify(self, request: Request, logits: np.ndarray, num_drafts: int) -> Verdict:
         """Decide over the drafts that were run.

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deskfleet.endpoint import SamplingParams
-from deskfleet.engine.images import PreparedImage
 from deskfleet.errors import RequestError
+
+if TYPE_CHECKING:
+    from deskfleet.engine.images import PreparedImage
 
 _SEEDS = range(-(2**63), 2**64)  # what the wire carries; the sampler keeps the low 64 bits
 
@@ -39,6 +42,12 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             "logprobs",
             params.logprobs,
             params.logprobs is None or 0 <= params.logprobs <= vocab_size,
+            f"0 to {vocab_size}",
+        ),
+        (
+            "prompt_logprobs",
+            params.prompt_logprobs,
+            params.prompt_logprobs is None or 0 <= params.prompt_logprobs <= vocab_size,
             f"0 to {vocab_size}",
         ),
         (

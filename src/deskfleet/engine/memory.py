@@ -10,12 +10,15 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from deskfleet.engine.backends import CpuBackend, CudaBackend
 from deskfleet.engine.runner import ModelRunner
-from deskfleet.model.memory import ProcessMemory, TensorLine
+from deskfleet.model.memory import DeviceLine, DeviceMemory, ProcessMemory, TensorLine
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -24,20 +27,62 @@ _WALKED = ("deskfleet.engine", "deskfleet_engram.geometry", "deskfleet_engram.ow
 
 
 def census(runner: ModelRunner) -> dict[TensorLine, int]:
-    """Bytes of every tensor and array that `runner` holds, by line; every line is present."""
+    """Bytes of every tensor and array that `runner` holds in the host's memory, by line; every line is present."""
+    return _counted(dict.fromkeys(TensorLine, 0), _roots(runner), on_device=False)
+
+
+def device_census(runner: ModelRunner) -> DeviceMemory | None:
+    """What a rank holds in the memory of its GPU; None of a rank on the CPU.
+
+    Without a GPU, in Triton's interpreter, whatever would lie there, and None for what the allocator says.
+    """
+    backend = runner.backend
+    if not isinstance(backend, CudaBackend):
+        return None
+    model = backend.model
+    on_gpu = model.device.type == "cuda"
+    lines = _counted(dict.fromkeys(DeviceLine, 0), _device_roots(backend), on_device=on_gpu)
+    allocated = torch.cuda.memory_allocated(model.device) if on_gpu else None
+    return DeviceMemory(lines, allocated)
+
+
+_Line = TypeVar("_Line")
+
+
+def _counted(
+    counted: dict[_Line, int], roots: Iterator[tuple[_Line, object]], *, on_device: bool
+) -> dict[_Line, int]:
+    """Add to each line the bytes of its roots, on the GPU or in the host's memory."""
     seen_storages: set[int] = set()
     seen_objects: set[int] = set()
-    counted = dict.fromkeys(TensorLine, 0)
-    for line, root in _roots(runner):
-        for address, num_bytes in _storages(root, seen_objects):
+    for line, root in roots:
+        for address, num_bytes in _storages(root, seen_objects, on_device=on_device):
             if address not in seen_storages:
                 seen_storages.add(address)
                 counted[line] += num_bytes
     return counted
 
 
+def _device_roots(backend: CudaBackend) -> Iterator[tuple[DeviceLine, object]]:
+    model = backend.model
+    weights, pages = model.weights, model.pages.pages
+    yield DeviceLine.windows, pages.windows
+    yield DeviceLine.entries, pages.entries
+    yield DeviceLine.index_keys, pages.index_keys
+    yield DeviceLine.open_groups, pages.open_rows
+    yield DeviceLine.block_tables, (pages.window_table, pages.entry_table)
+    yield DeviceLine.routed_experts, [(layer.w13, layer.w2) for layer in weights.layers]
+    yield DeviceLine.vocabulary, (weights.embedding, weights.head, weights.norm)
+    yield DeviceLine.dense, weights.layers
+    yield DeviceLine.workspace, model.workspace
+
+
 def _roots(runner: ModelRunner) -> Iterator[tuple[TensorLine, object]]:
     """Where each line's arrays are, those that lie inside of another line's objects first."""
+    if not isinstance(runner.backend, CpuBackend):
+        yield TensorLine.block_tables, runner.tables
+        yield TensorLine.engram, runner
+        return
     model, drafts, cache = runner.model, runner.drafts, runner.cache
     yield TensorLine.windows, cache.windows
     yield TensorLine.entries, cache.entries
@@ -55,23 +100,26 @@ def _roots(runner: ModelRunner) -> Iterator[tuple[TensorLine, object]]:
     yield TensorLine.engram, runner
 
 
-def _storages(value: object, seen: set[int]) -> Iterator[tuple[int, int]]:
+def _storages(value: object, seen: set[int], *, on_device: bool) -> Iterator[tuple[int, int]]:
     """Address and bytes of each storage reached from `value`; `seen` are ids of objects that have been walked."""
     if isinstance(value, Tensor):
-        storage = value.untyped_storage()
-        yield storage.data_ptr(), storage.nbytes()
+        if (value.device.type != "cpu") is on_device:
+            storage = value.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
     elif isinstance(value, np.ndarray):
+        if on_device:
+            return
         owner = value
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
         yield owner.ctypes.data, owner.nbytes
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _storages(part, seen)
+            yield from _storages(part, seen, on_device=on_device)
     elif type(value).__module__.startswith(_WALKED) and id(value) not in seen:
         seen.add(id(value))
         for part in _fields(value):
-            yield from _storages(part, seen)
+            yield from _storages(part, seen, on_device=on_device)
 
 
 def _fields(value: object) -> Iterator[object]:
@@ -119,4 +167,11 @@ def give_back_free_heap() -> None:
         trim(0)
 
 
-__all__ = ["census", "give_back_free_heap", "host_available_bytes", "process_memory", "resident_bytes"]
+__all__ = [
+    "census",
+    "device_census",
+    "give_back_free_heap",
+    "host_available_bytes",
+    "process_memory",
+    "resident_bytes",
+]

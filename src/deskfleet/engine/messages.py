@@ -156,7 +156,10 @@ class RequestOutput(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_verify_steps: int = 0
+    num_wasted_rows: int = 0
     queued_s: float | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,13 +26,14 @@ import torch
 
 from deskfleet import __version__
 from deskfleet.engine import messages, ops, trace
-from deskfleet.engine.constraints import ConstraintCompiler
+from deskfleet.engine.backends import DeviceOptions, select
 from deskfleet.engine.control import Control, Exit
 from deskfleet.engine.core import CoreOptions, EngineCore
 from deskfleet.engine.distributed import Communicator, GlooCommunicator, Meeting, PeerLost
 from deskfleet.engine.identity import checkpoint_identity, plan_digest, token_map_digest
 from deskfleet.engine.memory import (
     census,
+    device_census,
     give_back_free_heap,
     host_available_bytes,
     process_memory,
@@ -44,6 +46,7 @@ from deskfleet.engine.spec import LocalRank, RankPaths, RankSpec
 from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.errors import CheckpointError, DeskfleetError, EngineError
 from deskfleet.model.checkpoint import Checkpoint
+from deskfleet.model.config import ModelConfig
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.memory import RankMemory
 from deskfleet.model.names import TensorClass
@@ -53,6 +56,11 @@ from deskfleet.units import format_bytes
 from deskfleet_engram.errors import EngramError
 from deskfleet_engram.manifest import MANIFEST_NAME, read_manifest
 from deskfleet_engram.tokens import check_size, compressed_token_map
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from deskfleet.engine.constraints import ConstraintCompiler
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY_BYTES = 1 << 24
@@ -75,7 +83,7 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
     pulse = _Pulse(spec.rank)
     control.beat(pulse.heartbeat)
     torch.set_num_threads(spec.num_threads or len(os.sched_getaffinity(0)))
-    operators = ops.select(spec.operators)
+    operators = select(spec.device, spec.operators)
     meeting = choose_meeting(spec.tp_size, group_memory)
     checkpoint = _open_same(spec, paths)
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
@@ -89,7 +97,9 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
     comm = _meet(meeting, spec, group_memory)
     before = process_memory()
     with_drafts = _speculation(spec, checkpoint).num_drafts > 0
-    progress = _Progress(control, spec.rank, _bytes_to_read(plan, spec.rank, with_drafts=with_drafts))
+    on_cpu = spec.device == "cpu"
+    to_read = _bytes_to_read(plan, spec.rank, with_drafts=with_drafts, with_images=on_cpu)
+    progress = _Progress(control, spec.rank, to_read)
     runner = ModelRunner(
         checkpoint,
         plan,
@@ -99,20 +109,22 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
         with_drafts=with_drafts,
         on_read=progress.add,
         pack=_pack(spec, paths),
+        device=spec.device,
+        device_options=DeviceOptions(spec.max_num_batched_tokens, spec.graphs),
     )
     # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
     core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
     trace.start(spec.rank, runner, core)
     give_back_free_heap()
-    memory = RankMemory(spec.rank, census(runner), before, process_memory())
+    memory = RankMemory(spec.rank, census(runner), before, process_memory(), device_census(runner))
     load_s = time.monotonic() - begin
-    tables = runner.model.tables
+    tables = runner.backend.engram_tables
     pulse.runner = runner
     control.send(
         messages.Ready(
             spec.rank,
             progress.done_bytes,
-            runner.cache.nbytes,
+            runner.backend.cache_bytes,
             load_s,
             tables.report,
             str(operators),
@@ -229,7 +241,7 @@ class _Pulse:
         return messages.Heartbeat(
             rank=self._rank,
             num_passes=progress.num_passes,
-            num_moves=progress.num_moves + (0 if runner is None else runner.model.num_layers_run),
+            num_moves=progress.num_moves + (0 if runner is None else runner.backend.num_layers_run),
             state="loading" if runner is None else progress.state,
             num_tokens=progress.num_tokens,
             last_pass_age_s=progress.last_pass_age_s,
@@ -250,9 +262,19 @@ def _core(spec: RankSpec, checkpoint: Checkpoint, runner: ModelRunner, compresse
             prefix_cache=spec.prefix_cache,
             prefix_replay=spec.prefix_replay,
         ),
-        constraints=ConstraintCompiler(tokenizer, config.vocab_size, config.eos_token_id),
+        constraints=_constraints(tokenizer, config),
         thinking=thinking_tokens(tokenizer),
     )
+
+
+def _constraints(tokenizer: Tokenizer, config: ModelConfig) -> ConstraintCompiler | None:
+    """Without the library of grammars, requests that need one are refused."""
+    try:
+        from deskfleet.engine.constraints import ConstraintCompiler
+    except ImportError as error:
+        logger.warning("answers cannot be constrained: %s", error)
+        return None
+    return ConstraintCompiler(tokenizer, config.vocab_size, config.eos_token_id)
 
 
 def _speculation(spec: RankSpec, checkpoint: Checkpoint) -> SpeculationOptions:
@@ -284,9 +306,9 @@ def _lead(core: EngineCore, tables: Tables, control: Control) -> None:
             control.send(messages.StepOutput(tuple(outputs), core.stats, queue))
 
 
-def _bytes_to_read(plan: ShardPlan, rank: int, *, with_drafts: bool) -> int:
+def _bytes_to_read(plan: ShardPlan, rank: int, *, with_drafts: bool, with_images: bool = True) -> int:
     """Bytes a rank loads: Engram tables stay on disk, drafts if they are served, and only rank 0 sees images."""
-    left_out = {TensorClass.engram} | ({TensorClass.vision} if rank > 0 else set())
+    left_out = {TensorClass.engram} | ({TensorClass.vision} if rank > 0 or not with_images else set())
     if not with_drafts:
         left_out.add(TensorClass.draft)
     return sum(num_bytes for kind, num_bytes in plan.rank_bytes(rank).items() if kind not in left_out)

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from deskfleet.endpoint import SamplingParams
+from deskfleet.endpoint import SamplingParams, TokenLogprob
 from deskfleet.engine.messages import ImagePixels
 from deskfleet.engine.sampler import SamplingState
 from deskfleet.engine.speculate import SpeculationMetrics
@@ -33,7 +33,8 @@ class Request:
     seed: int
     images: tuple[ImagePixels, ...] = ()
     score: bool = False
-    num_scored_tokens: int = 0  # whose logits were given out
+    num_scored_tokens: int = 0  # whose logits were given out, or have told the next token's log probability
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, of those that were asked for
     arrival_s: float = 0.0
     started_s: float | None = None  # when the first of its rows was run
     deadline_s: float | None = None
@@ -56,6 +57,11 @@ class Request:
     def drop_drafts(self) -> None:
         """Forget what was drafted."""
         self.draft_token_ids, self.draft_logits = [], None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether more than the last row of the prompt is wanted, so that all of it has to be run."""
+        return self.score or self.sampling.prompt_logprobs is not None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deskfleet.engine import messages
+from deskfleet.engine.backends import BACKENDS, Backend, CpuBackend, DeviceOptions, Parts
 from deskfleet.engine.batch import BatchBuilder, Segment
 from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
@@ -24,7 +25,6 @@ from deskfleet.engine.speculate import Coins, draft_choice
 from deskfleet.engine.tables import BlockTables, TableUpdate
 from deskfleet.engine.weights import Allocate, ShardReader
 from deskfleet.errors import EngineError
-from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.engram import engram_geometry
 from deskfleet.model.layout import ShardPlan
@@ -47,34 +47,21 @@ class ModelRunner:
         allocate: Allocate | None = None,
         on_read: Callable[[int], None] | None = None,
         pack: PackedTables | None = None,
+        device: str = "cpu",
+        device_options: DeviceOptions | None = None,
     ) -> None:
+        """`device` is a name of backends.BACKENDS."""
         config = checkpoint.config
         self.config = config
         self.comm = comm
         self.limits = limits
         self.progress = Progress()
         dcp = comm.split(limits.dcp_size)
-        options = {} if allocate is None else {"allocate": allocate}
-        with (
-            torch.inference_mode(),
-            ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader,
-        ):
-            self.model = V41Model(reader, comm, dcp, pack)
-            self.drafts = DraftModel(reader, comm, self.model.vocabulary) if with_drafts else None
-            # Only rank 0 encodes images: the others receive the rows, so that all continue from the same bits.
-            self.vision = VisionTower(config.vision, reader) if config.vision and comm.rank == 0 else None
         self.tables = BlockTables(
             num_slots=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             block_size=limits.block_size,
             dcp_rank=dcp.rank,
-            dcp_size=dcp.size,
-        )
-        self.cache = PagedCache(
-            CacheFormats(config, limits.block_size, with_drafts=with_drafts),
-            num_slots=limits.max_num_seqs,
-            num_blocks=limits.num_blocks,
-            num_window_blocks=limits.num_window_blocks,
             dcp_size=dcp.size,
         )
         self.builder = BatchBuilder(
@@ -84,6 +71,48 @@ class ModelRunner:
             pad_compressed_id=pad_compressed_id,
             decoder_replay=limits.decoder_replay,
         )
+        options = {} if allocate is None else {"allocate": allocate}
+        with (
+            torch.inference_mode(),
+            ShardReader(checkpoint, plan, comm.rank, on_read=on_read, **options) as reader,
+        ):
+            parts = Parts(
+                reader,
+                comm,
+                dcp,
+                limits,
+                self.tables,
+                self.builder,
+                pack,
+                with_drafts,
+                device_options or DeviceOptions(),
+            )
+            self.backend: Backend = BACKENDS[device](parts)
+
+    @property
+    def drafts(self) -> DraftModel | None:
+        """The draft stages, where they are served."""
+        return self.backend.drafts
+
+    @property
+    def vision(self) -> VisionTower | None:
+        """The tower, on the rank that encodes images."""
+        return self.backend.vision
+
+    @property
+    def model(self) -> V41Model:
+        """The backbone of a rank on the CPU."""
+        return self._cpu.model
+
+    @property
+    def cache(self) -> PagedCache:
+        """The pages of a rank on the CPU."""
+        return self._cpu.cache
+
+    @property
+    def _cpu(self) -> CpuBackend:
+        assert isinstance(self.backend, CpuBackend)
+        return self.backend
 
     def lead(
         self,
@@ -150,7 +179,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Close files and leave the group."""
-        self.model.close()
+        self.backend.close()
         self.comm.leave()
 
     def _begin(self, segments: Sequence[Segment], logit_rows: Sequence[int]) -> None:
@@ -169,16 +198,7 @@ class ModelRunner:
         self._begin(segments, logit_rows)
         for update in updates:
             self.tables.apply(update)
-        batch = self.builder.build(segments, image_rows)
-        output = self.model.forward(batch, self.cache)
-        if self.drafts is not None:
-            self.drafts.commit(output.taps, output.batch, self.cache)
-        logits = torch.empty(0, self.config.vocab_size)
-        if logit_rows:
-            rows = torch.tensor(logit_rows)
-            if batch.tail is not None:
-                rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
-            logits = self.model.logits(output.hidden[rows])
+        logits = self.backend.run(segments, logit_rows, image_rows, updates)
         self.progress.end_pass()
         return logits
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deskfleet.endpoint import SamplingParams, TokenLogprob
-from deskfleet.engine.constraints import TokenConstraint
 from deskfleet.errors import EngineError
 from deskfleet.model.tokenizer import ThinkingTokens
+
+if TYPE_CHECKING:
+    from deskfleet.engine.constraints import TokenConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +172,19 @@ def logprobs(logits: np.ndarray, token_id: int, count: int) -> TokenLogprob:
     wide = logits.astype(np.float64)
     shifted = wide - wide.max()
     normalised = shifted - np.log(np.exp(shifted).sum())
-    best = np.argsort(-wide, kind="stable")[
-        :count
-    ]  # by logit: what rounds to equal here is ranked as greedy does
+    best = _likeliest(wide, count)  # by logit: what rounds to equal here is ranked as greedy does
     return TokenLogprob(
         token_id, float(normalised[token_id]), tuple((int(i), float(normalised[i])) for i in best)
     )
+
+
+def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
+    """The `count` highest of logits [V] in order, of equal ones the lower ids; a vocabulary is not sorted for a few."""
+    if count == 0:
+        return np.zeros(0, np.int64)
+    least = np.partition(logits, -count)[-count] if count < len(logits) else logits.min()
+    candidates = np.flatnonzero(logits >= least)
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
 
 
 def _normalise(row: np.ndarray, params: SamplingParams) -> None:

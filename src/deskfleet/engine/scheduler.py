@@ -34,6 +34,7 @@ BYTES_PER_SCORE = 14
 those of candidates in float32, 4 bytes each, and a mask of 1 byte for either choice."""
 
 _SHORT, _ORDINARY, _LONG = range(3)
+_MOST_SCORED_ROWS = 64  # of a prompt with log probabilities: each is a row of logits, on the host too
 _PACE_MARGIN = 0.9  # of the time between two tokens: the rest is for work around the step, and for noise
 
 
@@ -348,6 +349,11 @@ class Scheduler:
         """Rows of the next chunk of a prompt in this step; 0 when there are none for it."""
         prefix = request.num_computed_tokens
         rows = min(step.rows_left, request.num_uncomputed_tokens, self._rows_in_memory(prefix))
+        if (
+            request.sampling.prompt_logprobs is not None
+            and request.num_scored_tokens < request.num_prompt_tokens - 1
+        ):
+            rows = min(rows, _MOST_SCORED_ROWS)
         if step.has_streams:
             limit_s = _PACE_MARGIN / self.policy.decode_floor_tok_s
             in_time = self._times.rows_within(limit_s, rows=step.rows, pairs=step.pairs, prefix=prefix)

@@ -31,28 +31,44 @@ def segment_of(work: Scheduled, token_map: np.ndarray, *, num_history: int) -> S
         image_mask=request.in_image(start, stop),
         window_from=request.window_from,
         num_replayed=min(max(request.num_cached_tokens - start, 0), work.num_rows),
-        in_full=request.score,
+        in_full=request.is_scored,
+    )
+
+
+def scored_positions(work: Scheduled) -> range:
+    """Positions of this step whose rows tell how likely the prompt's next token was, and have not told it yet."""
+    request = work.request
+    if request.sampling.prompt_logprobs is None or request.score:
+        return range(0)
+    start = request.num_computed_tokens
+    return range(
+        max(start, request.num_scored_tokens), min(start + work.num_tokens, request.num_prompt_tokens - 1)
     )
 
 
 def wanted_rows(scheduled: Sequence[Scheduled]) -> tuple[list[int], list[slice]]:
     """Rows whose logits are needed, and which of those belong to each scheduled request.
 
-    All rows of a score; else, when every known token will be computed, the last of them and those of the drafts.
+    All rows of a score; else those that tell of the prompt's tokens, if any do, and then, when every known token will
+    be computed, the last of them and those of the drafts.
     """
     rows: list[int] = []
     spans = []
     start = 0
     for work in scheduled:
         stop = start + work.num_rows
+        wanted: Sequence[int]
         if work.request.score:
             wanted = range(start, stop)
         else:
             wanted = range(stop - 1 - work.num_draft_tokens, stop) if work.completes else range(0)
+            if scored := scored_positions(work):
+                first = start - work.request.num_computed_tokens
+                wanted = [*(first + position for position in scored), *wanted]
         spans.append(slice(len(rows), len(rows) + len(wanted)))
         rows.extend(wanted)
         start = stop
     return rows, spans
 
 
-__all__ = ["segment_of", "wanted_rows"]
+__all__ = ["scored_positions", "segment_of", "wanted_rows"]

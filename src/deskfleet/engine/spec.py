@@ -18,7 +18,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `checkpoint_identity` is the supervisor's own (`engine.identity`): a rank whose files differ refuses. With
     `checks_pack`, a rank's pack is one that the supervisor has not seen. `num_threads` None is every core of the rank's
     machine. `planned_bytes` are the resident bytes planned for it, None when nobody has planned. A rank that has heard
-    nothing of its supervisor for `silence_s` ends; None: the kernel tells.
+    nothing of its supervisor for `silence_s` ends; None: the kernel tells. `device` is a name of backends.BACKENDS.
     """
 
     launch_id: str
@@ -35,6 +35,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_replay: PrefixReplay
     operators: OperatorChoice
     num_threads: int | None
+    device: str = "cpu"
+    graphs: bool = True
     planned_bytes: int | None = None
     silence_s: float | None = None
 

@@ -49,18 +49,42 @@ class ProcessMemory:
         return self.anon_bytes + self.file_bytes + self.shared_bytes
 
 
+class DeviceLine(StrEnum):
+    """The lines of what a rank holds on a GPU. Weights are packed in tiles there, padding included."""
+
+    routed_experts = "gpu.weights.routed_expert"
+    dense = "gpu.weights.dense"
+    vocabulary = "gpu.weights.other"
+    windows = "gpu.kv.windows"
+    entries = "gpu.kv.entries"
+    index_keys = "gpu.kv.index_keys"
+    open_groups = "gpu.kv.open_groups"
+    block_tables = "gpu.kv.block_tables"
+    workspace = "gpu.buffers.steps"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on a GPU by line, every line present, and what torch's allocator has given out in all; None without a
+    GPU."""
+
+    tensor_bytes: Mapping[DeviceLine, int]
+    allocated_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """What a rank held when it was loaded.
 
     `tensor_bytes` by line, every line present. `before` is the process when it had met the group and held no tensor,
-    `after` when it was ready, free heap given back.
+    `after` when it was ready, free heap given back. `device` is what lies on a GPU.
     """
 
     rank: int
     tensor_bytes: Mapping[TensorLine, int]
     before: ProcessMemory
     after: ProcessMemory
+    device: DeviceMemory | None = None
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -68,4 +92,4 @@ class RankMemory:
         return sum(self.tensor_bytes.values())
 
 
-__all__ = ["ProcessMemory", "RankMemory", "TensorLine"]
+__all__ = ["DeviceLine", "DeviceMemory", "ProcessMemory", "RankMemory", "TensorLine"]

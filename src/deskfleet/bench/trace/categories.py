@@ -11,6 +11,15 @@ COLLECTIVE = "collectives"
 ENGRAM = "Engram rows"
 
 _RULES: tuple[tuple[str, str], ...] = (
+    # Kernels of this engine (engine/cuda), by their whole names: these are words that others use as well.
+    (ENGRAM, r"^gate_kernel$"),
+    (
+        "attention",
+        r"^(latent|attend|merge|score|select|block|allow|pool|key|rope|window|upper|lower|count|take)_kernel$",
+    ),
+    ("experts", r"^(choose|list_items|up|down)_kernel$"),
+    ("hyper-connections", r"^(mix|finish)_kernel$"),
+    ("matrix products", r"^(fp8|wide|bf16)_kernel$"),
     (ENGRAM, r"engram|row_store|rowstore"),
     (
         COLLECTIVE,
@@ -36,7 +45,7 @@ _RULES: tuple[tuple[str, str], ...] = (
 )
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _RULES)
 
-CATEGORIES: tuple[str, ...] = (*(name for name, _ in _RULES), OTHER, IDLE)
+CATEGORIES: tuple[str, ...] = (*dict.fromkeys(name for name, _ in _RULES), OTHER, IDLE)
 """In the order in which tables show them."""
 
 

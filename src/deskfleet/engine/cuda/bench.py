@@ -18,15 +18,16 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deskfleet.engine.cuda import attention, experts, hyper, linear, routing, synthetic
+from deskfleet.engine.cuda.attention import AttendTuning
 from deskfleet.engine.cuda.checks import StepCheck
-from deskfleet.engine.cuda.experts import Tuning
 from deskfleet.engine.cuda.packing import Fp8Tiles
 from deskfleet.engine.cuda.step import DecodeStep, Pages, make_pages
 from deskfleet.engine.cuda.synthetic import LayerWeights, RankShape, make_layer
@@ -57,6 +58,10 @@ CATEGORIES = {
     "key_kernel": "compressor",
     "score_kernel": "indexer",
     "select_kernel": "indexer",
+    "upper_kernel": "indexer",
+    "lower_kernel": "indexer",
+    "count_kernel": "indexer",
+    "take_kernel": "indexer",
     "gate_kernel": "engram",
 }
 
@@ -72,7 +77,7 @@ class Timing:
         return statistics.median(self.values_ms)
 
     def sample(self) -> dict[str, Any]:
-        """Median, tenth and ninetieth percentile, extremes and how many."""
+        """Median, tenth and ninetieth percentile, extremes, how many, and each."""
         ordered = sorted(self.values_ms)
         return {
             "median_ms": self.median_ms,
@@ -81,6 +86,7 @@ class Timing:
             "least_ms": ordered[0],
             "greatest_ms": ordered[-1],
             "num_steps": len(ordered),
+            "values_ms": self.values_ms,
         }
 
 
@@ -108,14 +114,14 @@ def replays(graph: torch.cuda.CUDAGraph, num_steps: int) -> Timing:
     return Timing(tuple(begin.elapsed_time(end) for begin, end in events))
 
 
-def fill_pages(pages: Pages, device: torch.device | str) -> None:
+def fill_pages(config: ModelConfig, pages: Pages, device: torch.device | str) -> None:
     """Random records that are numbers: codes as earlier rows would have left them."""
     for number, page in enumerate(pages.windows):
-        _fill(page, 512, (118, 122), 1000 + number, device, fp8=True)
+        _fill(page, config.head_dim, (118, 122), 1000 + number, device, fp8=True)
     for source, page in pages.entries.items():
-        _fill(page, 256, (0x28, 0x40), 2000 + source, device, fp8=False)
+        _fill(page, config.head_dim // 2, (0x28, 0x40), 2000 + source, device, fp8=False)
     for source, page in pages.index_keys.items():
-        _fill(page, 64, (118, 124), 3000 + source, device, fp8=False)
+        _fill(page, config.index_head_dim // 2, (118, 124), 3000 + source, device, fp8=False)
     for source, state in pages.open_rows.items():
         state.copy_(synthetic.normal(tuple(state.shape), 1.0, 4000 + source, device))
 
@@ -182,7 +188,7 @@ def make_rank(
     embedding = synthetic.normal((shape.vocabulary, config.hidden_size), 1.0, 11, device).to(torch.bfloat16)
     head = synthetic.normal((shape.vocabulary, config.hidden_size), 0.02, 12, device).to(torch.bfloat16)
     pages = make_pages(config, num_slots=num_slots, max_model_len=max_model_len, block_size=64, device=device)
-    fill_pages(pages, device)
+    fill_pages(config, pages, device)
     norm = torch.ones(config.hidden_size, device=device)
     return Rank(shape, layers, embedding, linear.pack_bf16(head), norm, pages)
 
@@ -243,7 +249,7 @@ def decode(options: argparse.Namespace, device: torch.device) -> Iterator[dict[s
                 f"{num_rows} rows: the graph's logits differ from the same launches without it",
                 hint="a race, or a buffer that a step does not leave as it found it",
             )
-        categories, kernels = _profile(graph)
+        categories, by_kernel = _profile(graph)
         sample = {
             "name": NAME,
             "rows": num_rows,
@@ -252,35 +258,54 @@ def decode(options: argparse.Namespace, device: torch.device) -> Iterator[dict[s
             **timing.sample(),
             "first_run_s": compiled_s,
             "items_last_layer": int(step.experts.num_items),
-            "kernels": kernels,
+            "kernels": round(sum(launches for _, launches in by_kernel.values())),
             "kernel_ms": categories,
+            "by_kernel": {
+                name: {"ms": ms, "launches": launches} for name, (ms, launches) in sorted(by_kernel.items())
+            },
             "worst_errors": dict(sorted(errors.items(), key=lambda item: -item[1])[:8]),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
         print(
             f"{NAME} rows {num_rows:3} median {timing.median_ms:.3f} ms"
-            f" [{sample['p10_ms']:.3f}-{sample['p90_ms']:.3f}] kernels {kernels}",
+            f" [{sample['p10_ms']:.3f}-{sample['p90_ms']:.3f}] kernels {sample['kernels']}",
             flush=True,
         )
         for category, time_ms in sorted(categories.items(), key=lambda item: -item[1]):
             print(f"    {category:44} {time_ms:.3f} ms", flush=True)
+        if options.trace is not None and num_rows == options.rows[0]:
+            _trace(graph, options.trace)
         yield sample
         del graph, step
 
 
-def _profile(graph: torch.cuda.CUDAGraph, num_steps: int = 4) -> tuple[dict[str, float], int]:
-    """Milliseconds of kernel time a step by category, and kernels a step."""
+def _profile(
+    graph: torch.cuda.CUDAGraph, num_steps: int = 4
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Milliseconds of kernel time a step by category; milliseconds and launches a step by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(num_steps):
             graph.replay()
         torch.cuda.synchronize()
     times: dict[str, float] = defaultdict(float)
-    count = 0
+    by_kernel = {}
     for event in profile.key_averages():
         if event.self_device_time_total > 0:
-            times[CATEGORIES.get(event.key, "other")] += event.self_device_time_total / 1000 / num_steps
-            count += event.count
-    return dict(times), round(count / num_steps)
+            ms = event.self_device_time_total / 1000 / num_steps
+            times[CATEGORIES.get(event.key, "other")] += ms
+            by_kernel[event.key] = (ms, event.count / num_steps)
+    return dict(times), by_kernel
+
+
+def _trace(graph: torch.cuda.CUDAGraph, path: Path, num_steps: int = 6) -> None:
+    """Write torch's trace of whole steps, each a span of its own, for `deskfleet profile`."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for number in range(num_steps):
+            with torch.profiler.record_function(f"step[{number}]"):
+                graph.replay()
+                torch.cuda.synchronize()
+    profile.export_chrome_trace(str(path))
 
 
 def kernels(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -310,6 +335,32 @@ def kernels(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
             del graph
 
 
+# Parts of a row's list, whether the last program merges them, keys a block, warps, registers.
+_ATTEND_TUNINGS = (
+    (20, False, 32, 8, None),
+    (10, False, 64, 8, None),
+    (5, False, 64, 8, None),
+    (5, True, 64, 8, None),
+    (4, False, 64, 8, None),
+    (4, False, 32, 8, 128),
+    (2, False, 64, 8, None),
+    (2, True, 64, 8, None),
+    (2, True, 32, 8, 128),
+    (1, False, 64, 8, None),
+    (1, False, 32, 8, 128),
+)
+# What is changed of the experts' tuning.
+_EXPERT_TUNINGS: tuple[dict[str, int], ...] = (
+    {"rows": 16, "groups": 1},
+    {"up_stages": 3, "up_registers": 168, "tiles": 2},
+    {"up_stages": 6, "tiles": 4},
+    {"groups": 4, "up_registers": 168, "tiles": 4, "down_registers": 168},
+    {"splits": 2, "tiles": 5, "down_stages": 3},
+    {"splits": 4, "tiles": 8},
+)
+# Of the projections: parts of K over those of `num_splits`, scale groups a dot over those of `groups_of`, stages.
+_PROJECTION_TUNINGS = ((1, 1, 3), (1, 1, 4), (1, 2, 3), (1, 2, 4), (2, 1, 3))
+_UNSUMMED = ("wo_b",)  # what the next kernel adds up
 _Launch = tuple[str, str, Callable[[int], object], int]
 
 
@@ -348,21 +399,9 @@ def _expert_launches(point: Point) -> Iterator[_Launch]:
     per_expert13, per_expert2 = w13[0].nbytes // len(w13[0]), w2[0].nbytes // len(w2[0])
     generator = torch.Generator().manual_seed(num_rows)
     choices = 12
-    for splits, stages, warps, registers in (
-        (0, 4, 4, 128),
-        (1, 4, 4, 128),
-        (2, 4, 4, 128),
-        (4, 4, 4, 128),
-        (8, 4, 4, 128),
-        (1, 4, 4, 168),
-        (4, 4, 4, 168),
-        (2, 3, 8, 128),
-        (4, 6, 4, 128),
-    ):
-        if splits > 1 and num_rows > 16:
-            continue
-        tuning = None if splits == 0 else Tuning(splits, stages, warps, registers)
-        expert_shape = experts.ExpertShape(c.hidden_size, f, c.n_routed_experts, c.num_experts_per_tok)
+    expert_shape = experts.ExpertShape(c.hidden_size, f, c.n_routed_experts, c.num_experts_per_tok)
+    default = experts.tuned(expert_shape, num_rows)
+    for tuning in dict.fromkeys((default, *(replace(default, **changed) for changed in _EXPERT_TUNINGS))):
         buffers = [experts.ExpertBuffers(expert_shape, num_rows, device, tuning) for _ in range(choices)]
         distinct = 0
         activated, activated_scales = _codes(num_rows * c.num_experts_per_tok, f, 15, device)
@@ -377,7 +416,7 @@ def _expert_launches(point: Point) -> Iterator[_Launch]:
             ).to(device, torch.int32)
             own.num_items.zero_()
             experts.list_items(chosen, own)
-            distinct += int((own.counts > 0).sum())
+            distinct += len(torch.unique(chosen))
         weights = torch.rand(num_rows * c.num_experts_per_tok, device=device)
 
         def up(
@@ -389,11 +428,15 @@ def _expert_launches(point: Point) -> Iterator[_Launch]:
         def down(number: int, buffers: list[experts.ExpertBuffers] = buffers) -> None:
             experts.routed_down(w2[number % sets], buffers[number % choices], bit_ops=bit_ops)
 
-        tuned = buffers[0].tuning
-        label = f"{tuned.splits} splits {tuned.stages} stages {tuned.warps} warps {tuned.registers} regs"
-        yield "experts up", label, up, distinct * per_expert13 // choices
-        if splits == 0:
-            yield "experts down", "3 stages 4 warps", down, distinct * per_expert2 // choices
+        t, end = tuning, ", default" if tuning == default else ""
+        label = (
+            f"{t.rows} rows {t.groups} groups {t.splits} splits {t.up_stages} stages {t.up_registers} regs"
+        )
+        yield "experts up", label + end, up, distinct * per_expert13 // choices
+        label = (
+            f"{t.rows} rows {t.groups} groups {t.tiles} tiles {t.down_stages} stages {t.down_registers} regs"
+        )
+        yield "experts down", label + end, down, distinct * per_expert2 // choices
 
 
 def _projection_launches(point: Point) -> Iterator[_Launch]:
@@ -402,33 +445,33 @@ def _projection_launches(point: Point) -> Iterator[_Launch]:
     padded = linear.padded_rows(num_rows)
     cases = (
         ("wq_a + wkv", c.q_lora_rank + c.head_dim, c.hidden_size, 0),
-        ("wq_b", shape.heads * c.head_dim, c.q_lora_rank, 4),
+        ("wq_b", shape.heads * c.head_dim, c.q_lora_rank, c.head_dim),
         ("wo_b", c.hidden_size, shape.groups * c.o_lora_rank, 0),
         ("engram wkv", (c.hc_mult + 1) * c.hidden_size, c.engram_width, 0),
     )
     cos = torch.rand(num_rows, 32, device=device)
-    for name, rows, columns, period in cases:
+    for name, rows, columns, head in cases:
         size = rows * columns
         sets = max(min(_ROTATED_BYTES // size, 32), 3)
         weights = [synthetic.fp8_tiles(rows, columns, 40 + n, device) for n in range(sets)]
         x, scales = _codes(num_rows, columns, 6, device)
         out = torch.zeros(num_rows, rows, dtype=torch.bfloat16, device=device)
         tiles, blocks = -(-rows // 128), -(-columns // 128)
-        for splits in sorted({1, 2, 4, 8, 16, linear.num_splits(tiles, blocks)}):
-            if splits > blocks:
-                continue
+        for splits, groups, stages in _projection_tunings(tiles, blocks, num_rows):
             work = linear.SplitBuffers(splits * tiles * padded * 128, tiles * padded, device)
 
             def run(
                 number: int, weights: list[Fp8Tiles] = weights, work: linear.SplitBuffers = work,
-                x: Tensor = x, scales: Tensor = scales, out: Tensor = out, splits: int = splits, period: int = period,
+                x: Tensor = x, scales: Tensor = scales, out: Tensor = out, splits: int = splits,
+                head: int = head, name: str = name,
+                groups: int = groups, stages: int = stages,
             ) -> None:  # fmt: skip
                 linear.fp8_linear(
                     x, scales, weights[number % len(weights)], out, work, splits=splits, bit_ops=bit_ops,
-                    rope=(cos, cos), rope_period=period,
+                    rope=(cos, cos), rope_head=head, groups=groups, stages=stages, unsummed=name in _UNSUMMED,
                 )  # fmt: skip
 
-            yield name, f"{splits} splits", run, size
+            yield name, f"{splits} splits {groups} groups {stages} stages", run, size
     yield from _grouped_launches(point)
 
 
@@ -441,22 +484,30 @@ def _grouped_launches(point: Point) -> Iterator[_Launch]:
     x = synthetic.normal((num_rows, shape.groups * columns), 1.0, 7, device).to(torch.bfloat16)
     out = torch.zeros(num_rows, rows, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     out_scales = torch.zeros(num_rows, rows // 128, dtype=torch.int32, device=device)
-    for splits in (2, 4, 8, 16):
-        work = linear.SplitBuffers(splits * rows * padded, rows * padded, device)
+    tiles = rows // 128
+    for splits, dot_groups, stages in _projection_tunings(tiles, columns // 128, num_rows):
+        work = linear.SplitBuffers(splits * rows * padded, tiles * padded, device)
 
-        def run(number: int, work: linear.SplitBuffers = work, splits: int = splits) -> None:
+        def run(
+            number: int, work: linear.SplitBuffers = work, splits: int = splits, dot_groups: int = dot_groups,
+            stages: int = stages,
+        ) -> None:  # fmt: skip
             linear.grouped_linear(
-                x,
-                weights[number % 32],
-                out,
-                out_scales,
-                work,
-                groups=shape.groups,
-                splits=splits,
-                bit_ops=bit_ops,
-            )
+                x, weights[number % 32], out, out_scales, work, groups=shape.groups, splits=splits, bit_ops=bit_ops,
+                dot_groups=dot_groups, stages=stages,
+            )  # fmt: skip
 
-        yield "wo_a", f"{splits} splits", run, rows * columns
+        yield "wo_a", f"{splits} splits {dot_groups} groups {stages} stages", run, rows * columns
+
+
+def _projection_tunings(tiles: int, blocks: int, num_rows: int) -> list[tuple[int, int, int]]:
+    """Parts of K, scale groups a dot and stages: the default first."""
+    default = linear.num_splits(tiles, blocks, num_rows)
+    groups = linear.groups_of(linear.block_rows(num_rows))
+    found = [
+        (int(default * more), int(groups * wider), stages) for more, wider, stages in _PROJECTION_TUNINGS
+    ]
+    return [one for one in dict.fromkeys(found) if 0 < one[0] <= blocks and one[1] > 0]
 
 
 def _router_launches(point: Point) -> Iterator[_Launch]:
@@ -486,8 +537,7 @@ def _router_launches(point: Point) -> Iterator[_Launch]:
     buffers = experts.ExpertBuffers(expert_shape, num_rows, device)
 
     def choose(number: int) -> None:
-        routing.choose(logits, bias, chosen, route_weights, buffers.num_items, scaling=1.5)
-        experts.list_items(chosen, buffers)
+        routing.choose(logits, bias, chosen, route_weights, buffers, scaling=1.5)
 
     yield "choose + list", "", choose, logits.nbytes
 
@@ -506,7 +556,7 @@ def _shared_launches(point: Point) -> Iterator[_Launch]:
     def down(number: int) -> None:
         experts.shared_down(w2[number % 64], buffers, bit_ops=bit_ops)
 
-    yield "shared up", f"{buffers.tuning.splits} splits", up, w13[0].nbytes
+    yield "shared up", f"{buffers.splits} splits", up, w13[0].nbytes
     yield "shared down", "", down, w2[0].nbytes
 
 
@@ -539,38 +589,53 @@ def _stream_launches(point: Point) -> Iterator[_Launch]:
             bit_ops=bit_ops,
         )
 
-    def finish(number: int) -> None:
-        hyper.finish(streams, norm, scale, base, iterations=20, norm_eps=1e-20, eps=1e-6, bit_ops=bit_ops)
-
     size = weights[0].nbytes + 2 * streams.stream.nbytes
     yield "mix after attention", "", after_attention, size
     yield "mix after experts", "", after_experts, size + outputs.nbytes
-    yield "finish", "", finish, 4 * streams.x.nbytes
+    for columns in (None, 256, 512, 1024):
+
+        def finish(number: int, columns: int | None = columns) -> None:
+            hyper.finish(
+                streams, norm, scale, base, iterations=20, norm_eps=1e-20, eps=1e-6, bit_ops=bit_ops,
+                most_columns=columns,
+            )  # fmt: skip
+
+        yield "finish", f"{columns or 'default'} columns", finish, 4 * streams.x.nbytes
 
 
 def _attention_launches(point: Point) -> Iterator[_Launch]:
     shape, num_rows, device, bit_ops = point.shape, point.num_rows, point.device, point.bit_ops
     c = shape.config
     pages = make_pages(c, num_slots=num_rows, max_model_len=2048, block_size=64, device=device)
-    fill_pages(pages, device)
+    fill_pages(c, pages, device)
     query = synthetic.normal((num_rows, shape.heads * c.head_dim), 1.0, 92, device).to(torch.bfloat16)
-    picks = torch.arange(c.index_topk, dtype=torch.int32, device=device).repeat(num_rows, 1) * 2
     slots = torch.arange(num_rows, dtype=torch.int32, device=device)
     positions = torch.full_like(slots, 1101)
+    window_records = torch.zeros(num_rows, c.sliding_window, dtype=torch.int32, device=device)
+    attention.locate_window((slots, positions, pages.window_table), window_records, block_size=64)
+    picks = torch.arange(c.index_topk, device=device) * 2
+    entry_records = (pages.entry_table[:, picks // 64] * 64 + picks % 64).to(torch.int32).contiguous()
     sink = torch.zeros(shape.heads, device=device)
     cos = torch.rand(num_rows, 32, device=device)
-    where = (slots, positions, pages.window_table, pages.entry_table)
     entries = pages.entries[c.kv_source_layer_ids[-1]]
-    for splits in sorted({20, 10, 5, 2} if num_rows <= 16 else {10, 5, 2}):
-        buffers = attention.AttentionBuffers(num_rows, c.index_topk, device, splits)
+    attended = attention.AttentionShape(shape.heads, c.head_dim, c.qk_rope_head_dim, c.sliding_window)
+    size = num_rows * (c.sliding_window * pages.windows[0].shape[1] + c.index_topk * entries.shape[1])
+    chosen = attention.attend_tuning(attended, num_rows, c.index_topk)
+    tunings = [chosen, *(AttendTuning(*values) for values in _ATTEND_TUNINGS if values[0] * num_rows <= 528)]
+    for tuning in dict.fromkeys(tunings):
+        buffers = attention.AttentionBuffers(attended, num_rows, c.index_topk, device, tuning)
 
         def run(number: int, buffers: attention.AttentionBuffers = buffers) -> None:
             attention.attend(
-                query, pages.windows[number % len(pages.windows)], entries, picks, where, sink, (cos, cos), buffers,
-                block_size=64, ratio=1, bit_ops=bit_ops,
+                query, pages.windows[number % len(pages.windows)], entries, (window_records, entry_records), sink,
+                (cos, cos), buffers, bit_ops=bit_ops,
             )  # fmt: skip
 
-        yield "attend + merge", f"{splits} splits", run, num_rows * (128 * 528 + 512 * 288)
+        label = (
+            f"{tuning.splits} splits {tuning.keys} keys {tuning.warps} warps {tuning.registers or 255} regs"
+        )
+        label += ", merged by the last" if tuning.merges else ""
+        yield "attend", label + (", default" if tuning == chosen else ""), run, size
 
 
 _MAKERS: dict[str, Callable[[Point], Iterator[_Launch]]] = {
@@ -592,7 +657,7 @@ def machine() -> dict[str, Any]:
         "device": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
     }
@@ -615,6 +680,9 @@ def measure(arguments: Sequence[str], document: dict[str, Any]) -> None:
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--check-rows", type=_integers, default=(1, 4), help="batch sizes checked by stage")
     parser.add_argument("--check-layers", type=_integers, default=(0, 1, 2, 14, 20, 24))
+    parser.add_argument(
+        "--trace", type=Path, help="a trace of steps of the first batch size goes here (.json.gz)"
+    )
     parser.add_argument("--only", type=lambda text: text.split(","), default=(), help="groups of kernels")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

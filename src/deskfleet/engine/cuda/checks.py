@@ -190,7 +190,7 @@ class StepCheck:
         self._note(f"{name}.latent", step.latents.cpu()[done], latent)
         cos, sin = step.rope[1 if ratio == 1 else 2].cpu()
         rope = (cos[done], sin[done])
-        key = reference.linear(latent, linear.unpack_bf16(layer.wk.cpu()))
+        key = reference.linear(latent, linear.unpack_bf16(layer.wk.cpu())[: c.index_head_dim])
         key = reference.rms_norm(key, layer.key_norm.cpu(), c.rms_norm_eps)
         rows = self._places(pages.entry_table, (positions // ratio)[:, None], pages.block_size // ratio)[
             done, 0
@@ -257,7 +257,8 @@ class StepCheck:
 
     def _check_core(self, layer: LayerWeights, name: str) -> None:
         step, c, pages, plan = self.step, self.step.config, self.step.pages, layer.plan
-        numbers = step.positions.cpu().long()[:, None] - 127 + torch.arange(128)
+        window = torch.arange(c.sliding_window) + 1 - c.sliding_window
+        numbers = step.positions.cpu().long()[:, None] + window
         rows = self._places(pages.window_table, numbers, pages.block_size)
         sources = [(WINDOW.unpack(pages.windows[plan.index].cpu()), rows)]
         buffers = step.attention[0]
@@ -298,11 +299,14 @@ class StepCheck:
     def _check_experts(self, layer: LayerWeights, name: str) -> None:
         step, c = self.step, self.step.config
         x, chosen = self._cpu(step.streams.x), step.chosen.cpu().long()
+        ids = step.shape.expert_ids
         used, local = torch.unique(chosen, return_inverse=True)
-        on_device = used.to(step.device)
+        held = (used >= ids.start) & (used < ids.stop)  # another rank adds what the others give
+        on_device = (used[held] - ids.start).to(step.device)
+        first = int((used < ids.start).sum())
         expected = reference.routed_experts(
             x, local, self._cpu(step.route_weights), some_experts(layer.w13, on_device, gated=True),
-            some_experts(layer.w2, on_device, gated=False), first_expert=0, limit=c.swiglu_limit,
+            some_experts(layer.w2, on_device, gated=False), first_expert=first, limit=c.swiglu_limit,
         )  # fmt: skip
         outputs = step.experts.outputs.cpu().to(torch.float64).unflatten(0, (step.num_rows, -1)).sum(1)
         self._note(f"{name}.routed", outputs, expected)

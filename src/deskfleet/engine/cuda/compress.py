@@ -76,40 +76,49 @@ def pooled(current, previous, at, gate, RATIO: tl.constexpr, BIT_OPS: tl.constex
     return to_bf16(old * (1.0 - weight) + new * weight, BIT_OPS).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["stride", "table_width"])
+@triton.jit(do_not_specialize=["stride", "table_width", "per_block"])
 def pool_kernel(
-    projected,  # float32 [T, stride]: values [512], then gates [512] where RATIO is 2
+    projected,  # float32 [T, stride]: values [D], then gates [D] where RATIO is 2
     stride,
-    open_rows,  # float32 [S * NUM_OPEN, 1024]: values and gates of the latest positions of each slot
-    norm,  # float32 [512]
-    cos,  # float32 [T, 32]: of the group's first position
+    open_rows,  # float32 [S * NUM_OPEN, 2 * D]: values and gates of the latest positions of each slot
+    norm,  # float32 [D]
+    cos,  # float32 [T, ROPE/2]: of the group's first position
     sin,
     slots,  # int32 [T]
     positions,  # int32 [T]
     table,  # int32 [S, blocks]
     table_width,
-    pages,  # uint8 [rows, 288] out
-    latents,  # bf16 [T, 512] out
+    per_block,  # entries a block; with a constant, Triton 3.6 takes all for aligned as the first of a block is
+    pages,  # uint8 [rows, BYTES] out
+    latents,  # bf16 [T, D] out
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    BYTES: tl.constexpr,
     RATIO: tl.constexpr,
     NUM_OPEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    KEEPS: tl.constexpr,
     EPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
-    """One program a row (oracle: compress_pairs, rms_norm, apply_rope, ENTRY.pack); RATIO is 1 or 2."""
+    """One program a row (oracle: compress_pairs, rms_norm, apply_rope, ENTRY.pack); RATIO is 1 or 2.
+
+    With KEEPS, a row leaves its pooled inputs for later steps: where a request has fewer than NUM_OPEN rows in a step,
+    or they would overwrite each other's, and what the first of them still reads.
+    """
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
-    pair = tl.arange(0, 256)
+    pair = tl.arange(0, D // 2)
     current = projected + row * stride
     previous = current
     if RATIO == 2:
-        whole = tl.arange(0, 1024)
-        kept = open_rows + (slot * NUM_OPEN + position % NUM_OPEN).to(tl.int64) * 1024
-        tl.store(kept + whole, tl.load(current + whole))
+        if KEEPS:
+            whole = tl.arange(0, 2 * D)
+            kept = open_rows + (slot * NUM_OPEN + position % NUM_OPEN).to(tl.int64) * (2 * D)
+            tl.store(kept + whole, tl.load(current + whole))
         if position % 2 == 0:
-            tl.store(latents + row * 512 + 2 * pair, tl.zeros((256,), tl.bfloat16))
-            tl.store(latents + row * 512 + 2 * pair + 1, tl.zeros((256,), tl.bfloat16))
+            tl.store(latents + row * D + 2 * pair, tl.zeros((D // 2,), tl.bfloat16))
+            tl.store(latents + row * D + 2 * pair + 1, tl.zeros((D // 2,), tl.bfloat16))
             return
         # The group's first member came with this step, in the row before, or is kept from an earlier one.
         before = tl.maximum(row - 1, 0)
@@ -117,43 +126,47 @@ def pool_kernel(
         if beside:
             previous = projected + before * stride
         else:
-            previous = open_rows + (slot * NUM_OPEN + (position - 1) % NUM_OPEN).to(tl.int64) * 1024
-    even = pooled(current, previous, 2 * pair, 512, RATIO, BIT_OPS)
-    odd = pooled(current, previous, 2 * pair + 1, 512, RATIO, BIT_OPS)
-    factor = tl.rsqrt((tl.sum(even * even, 0) + tl.sum(odd * odd, 0)) / 512 + EPS)
+            previous = open_rows + (slot * NUM_OPEN + (position - 1) % NUM_OPEN).to(tl.int64) * (2 * D)
+    even = pooled(current, previous, 2 * pair, D, RATIO, BIT_OPS)
+    odd = pooled(current, previous, 2 * pair + 1, D, RATIO, BIT_OPS)
+    factor = tl.rsqrt((tl.sum(even * even, 0) + tl.sum(odd * odd, 0)) / D + EPS)
     even = to_bf16(tl.load(norm + 2 * pair) * (even * factor), BIT_OPS)
     odd = to_bf16(tl.load(norm + 2 * pair + 1) * (odd * factor), BIT_OPS)
-    tl.store(latents + row * 512 + 2 * pair, even)
-    tl.store(latents + row * 512 + 2 * pair + 1, odd)
+    tl.store(latents + row * D + 2 * pair, even)
+    tl.store(latents + row * D + 2 * pair + 1, odd)
     even = even.to(tl.float32)
     odd = odd.to(tl.float32)
-    turns = pair >= 224
-    c = tl.load(cos + row * 32 + pair - 224, mask=turns, other=1.0)
-    s = tl.load(sin + row * 32 + pair - 224, mask=turns, other=0.0)
+    FIRST: tl.constexpr = (D - ROPE) // 2
+    turn = row * (ROPE // 2) + pair - FIRST
+    c = tl.load(cos + turn, mask=pair >= FIRST, other=1.0)
+    s = tl.load(sin + turn, mask=pair >= FIRST, other=0.0)
     turned_even = to_bf16(even * c - odd * s, BIT_OPS).to(tl.float32)
     turned_odd = to_bf16(even * s + odd * c, BIT_OPS).to(tl.float32)
-    codes, scales = packed_e4m3(turned_even, turned_odd, 32, BIT_OPS)
+    codes, scales = packed_e4m3(turned_even, turned_odd, D // 16, BIT_OPS)
     number = position // RATIO
-    block = tl.load(table + slot * table_width + number // (BLOCK_SIZE // RATIO))
-    at = pages + (block.to(tl.int64) * (BLOCK_SIZE // RATIO) + number % (BLOCK_SIZE // RATIO)) * 288
-    group = tl.arange(0, 32)
+    block = tl.load(table + slot * table_width + number // per_block)
+    at = pages + (block.to(tl.int64) * per_block + number % per_block) * BYTES
+    group = tl.arange(0, D // 16)
     tl.store(at + pair, codes.to(tl.uint8), mask=(pair >= 0) & (block > 0))
-    tl.store(at + 256 + group, scales.to(tl.uint8, bitcast=True), mask=(group >= 0) & (block > 0))
+    tl.store(at + D // 2 + group, scales.to(tl.uint8, bitcast=True), mask=(group >= 0) & (block > 0))
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width", "per_block"])
 def key_kernel(
-    projected,  # float32 [T, 128]: wk times the latent
-    norm,  # float32 [128]
+    projected,  # float32 [T, D]: wk times the latent
+    norm,  # float32 [D]
     cos,
     sin,
     slots,
     positions,
     table,
     table_width,
-    pages,  # uint8 [rows, 68] out
+    per_block,  # as in pool_kernel
+    pages,  # uint8 [rows, BYTES] out
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    BYTES: tl.constexpr,
     RATIO: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     EPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
@@ -162,26 +175,27 @@ def key_kernel(
     position = tl.load(positions + row)
     if position % RATIO != RATIO - 1:
         return
-    pair = tl.arange(0, 64)
-    at = projected + row * 128 + 2 * pair
+    pair = tl.arange(0, D // 2)
+    at = projected + row * D + 2 * pair
     even = to_bf16(tl.load(at), BIT_OPS).to(tl.float32)
     odd = to_bf16(tl.load(at + 1), BIT_OPS).to(tl.float32)
-    factor = tl.rsqrt((tl.sum(even * even, 0) + tl.sum(odd * odd, 0)) / 128 + EPS)
+    factor = tl.rsqrt((tl.sum(even * even, 0) + tl.sum(odd * odd, 0)) / D + EPS)
     even = to_bf16(tl.load(norm + 2 * pair) * (even * factor), BIT_OPS).to(tl.float32)
     odd = to_bf16(tl.load(norm + 2 * pair + 1) * (odd * factor), BIT_OPS).to(tl.float32)
-    turns = pair >= 32
-    c = tl.load(cos + row * 32 + pair - 32, mask=turns, other=1.0)
-    s = tl.load(sin + row * 32 + pair - 32, mask=turns, other=0.0)
+    FIRST: tl.constexpr = (D - ROPE) // 2
+    turn = row * (ROPE // 2) + pair - FIRST
+    c = tl.load(cos + turn, mask=pair >= FIRST, other=1.0)
+    s = tl.load(sin + turn, mask=pair >= FIRST, other=0.0)
     turned_even = to_bf16(even * c - odd * s, BIT_OPS).to(tl.float32)
     turned_odd = to_bf16(even * s + odd * c, BIT_OPS).to(tl.float32)
-    codes, bits = packed_e8m0(turned_even, turned_odd, 4)
+    codes, bits = packed_e8m0(turned_even, turned_odd, D // 32)
     number = position // RATIO
     slot = tl.load(slots + row)
-    block = tl.load(table + slot * table_width + number // (BLOCK_SIZE // RATIO))
-    out = pages + (block.to(tl.int64) * (BLOCK_SIZE // RATIO) + number % (BLOCK_SIZE // RATIO)) * 68
-    group = tl.arange(0, 4)
+    block = tl.load(table + slot * table_width + number // per_block)
+    out = pages + (block.to(tl.int64) * per_block + number % per_block) * BYTES
+    group = tl.arange(0, D // 32)
     tl.store(out + pair, codes.to(tl.uint8), mask=(pair >= 0) & (block > 0))
-    tl.store(out + 64 + group, (bits >> 23).to(tl.uint8), mask=(group >= 0) & (block > 0))
+    tl.store(out + D // 2 + group, (bits >> 23).to(tl.uint8), mask=(group >= 0) & (block > 0))
 
 
 def pool(
@@ -198,10 +212,12 @@ def pool(
     block_size: int,
     eps: float,
     bit_ops: bool,
+    keeps: bool = True,
 ) -> None:
-    """projected float32 [T, 512 or more] -> latents bf16 [T, 512] and entries in `pages`.
+    """projected float32 [T, D or more] -> latents bf16 [T, D] and entries in `pages`.
 
-    `where`: slots and positions int32 [T], block table int32 [S, B]; rope of each row's group (spec §4.4).
+    `where`: slots and positions int32 [T], block table int32 [S, B]; rope of each row's group (spec §4.4). Without
+    `keeps`, `open_rows` stays as it is.
     """
     slots, positions, table = where
     pool_kernel[(len(projected),)](
@@ -214,11 +230,15 @@ def pool(
         positions,
         table,
         table.stride(0),
+        block_size // ratio,
         pages,
         latents,
+        D=latents.shape[1],
+        ROPE=2 * rope[0].shape[1],
+        BYTES=pages.shape[1],
         RATIO=ratio,
         NUM_OPEN=num_open,
-        BLOCK_SIZE=block_size,
+        KEEPS=keeps,
         EPS=eps,
         BIT_OPS=bit_ops,
         num_warps=4,
@@ -237,7 +257,7 @@ def write_keys(
     eps: float,
     bit_ops: bool,
 ) -> None:
-    """projected float32 [T, 128] -> index key records in `pages`."""
+    """projected float32 [T, D] -> index key records in `pages`."""
     slots, positions, table = where
     key_kernel[(len(projected),)](
         projected,
@@ -247,9 +267,12 @@ def write_keys(
         positions,
         table,
         table.stride(0),
+        block_size // ratio,
         pages,
+        D=projected.shape[1],
+        ROPE=2 * rope[0].shape[1],
+        BYTES=pages.shape[1],
         RATIO=ratio,
-        BLOCK_SIZE=block_size,
         EPS=eps,
         BIT_OPS=bit_ops,
         num_warps=1,

@@ -20,19 +20,20 @@ def gate_kernel(
     weight,  # float32 [4, M]
     alive,  # int32 [T]: 0 within an image span
     M: tl.constexpr,
+    BLOCK: tl.constexpr,
     EPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
     """One program a copy and row (oracle: reference.engram_gate)."""
     copy = tl.program_id(0)
     row = tl.program_id(1)
-    column = tl.arange(0, 1024)
+    column = tl.arange(0, BLOCK)
     at = stream + (row * 4 + copy) * M
     key_at = projected + row * (5 * M) + copy * M
-    squares = tl.zeros((1024,), tl.float32)
-    key_squares = tl.zeros((1024,), tl.float32)
-    dots = tl.zeros((1024,), tl.float32)
-    for start in range(0, M, 1024):
+    squares = tl.zeros((BLOCK,), tl.float32)
+    key_squares = tl.zeros((BLOCK,), tl.float32)
+    dots = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, M, BLOCK):
         x = tl.load(at + start + column).to(tl.float32)
         key = tl.load(key_at + start + column).to(tl.float32)
         squares += x * x
@@ -43,7 +44,7 @@ def gate_kernel(
     root = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
     gate = tl.sigmoid(tl.where(dot < 0, -root, root))
     if tl.load(alive + row) != 0:
-        for start in range(0, M, 1024):
+        for start in range(0, M, BLOCK):
             x = tl.load(at + start + column).to(tl.float32)
             value = tl.load(projected + row * (5 * M) + 4 * M + start + column).to(tl.float32)
             tl.store(at + start + column, to_bf16(x + gate * value, BIT_OPS))
@@ -52,11 +53,12 @@ def gate_kernel(
 def gate(
     stream: Tensor, projected: Tensor, weight: Tensor, alive: Tensor, *, eps: float, bit_ops: bool
 ) -> None:
-    """stream bf16 [T, 4, M] += gate times value, where alive; M a multiple of 1024."""
+    """stream bf16 [T, 4, M] += gate times value, where alive; M a multiple of 32 or more."""
     num_rows, copies, width = stream.shape
     gate_kernel[(copies, num_rows)](
-        stream, projected, weight, alive, M=width, EPS=eps, BIT_OPS=bit_ops, num_warps=4
-    )
+        stream, projected, weight, alive, M=width, BLOCK=min(width & -width, 1024), EPS=eps, BIT_OPS=bit_ops,
+        num_warps=4,
+    )  # fmt: skip
 
 
 __all__ = ["gate", "gate_kernel"]

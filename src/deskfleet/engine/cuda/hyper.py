@@ -15,18 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, to_bf16
+from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, load_parts, to_bf16
 
 BLOCK_ROWS = 16
 SLICE = 64  # columns of the model width that one program takes, of every copy
 _COPIES = 4
 _MIXES = 24
-_FINISH_COLUMNS = 1024
+_FINISH_COLUMNS = 1024  # at most, that one program takes; a quarter while programs are few
 
 
 @triton.jit(do_not_specialize=["tap_stride", "num_rows"])
 def mix_kernel(
-    output,  # bf16 [T * PARTS, M]: the sub-layer's output; of experts, one row a pair
+    output,  # bf16 [T * PARTS, M]: the sub-layer's output; of experts, one row a pair; SUMS > 1: float32 [SUMS, T, M]
     shared,  # bf16 [T, M]: the shared expert's, where HAS_SHARED
     stream,  # bf16 [T, 4, M], changed in place
     post,  # float32 [T, 4]: of the sub-layer that made `output`
@@ -42,6 +42,7 @@ def mix_kernel(
     num_rows,
     M: tl.constexpr,
     PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     EXPAND: tl.constexpr,
     MIX: tl.constexpr,
@@ -55,6 +56,11 @@ def mix_kernel(
     live = rows < num_rows
     column = tl.arange(0, 64)
     at = slice_ * 64 + column[:, None]
+    if MIX:  # on their way before anything that waits
+        w0 = load_mix_weight(weight, slice_, 0)
+        w1 = load_mix_weight(weight, slice_, 1)
+        w2 = load_mix_weight(weight, slice_, 2)
+        w3 = load_mix_weight(weight, slice_, 3)
     stream_at = stream + rows[None, :] * (4 * M) + at
     mask = live[None, :]
     x0 = tl.load(stream_at, mask=mask, other=0.0).to(tl.float32)
@@ -65,7 +71,7 @@ def mix_kernel(
         y = tl.zeros((64, BM), tl.float32)
         for part in tl.static_range(PARTS):
             part_at = output + (rows.to(tl.int64) * PARTS + part)[None, :] * M + at
-            y += tl.load(part_at, mask=mask, other=0.0).to(tl.float32)
+            y += load_parts(part_at, num_rows.to(tl.int64) * M, mask, SUMS, BIT_OPS)
         if HAS_SHARED:
             y += tl.load(shared + rows[None, :] * M + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_SHARED or PARTS > 1:
@@ -95,10 +101,10 @@ def mix_kernel(
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 0)
         tl.store(stream_squares + slice_ * num_rows + rows, squares, mask=live)
         acc = tl.zeros((64, BM), tl.float32)
-        acc = mixed(acc, x0, weight, slice_, 0, BIT_OPS)
-        acc = mixed(acc, x1, weight, slice_, 1, BIT_OPS)
-        acc = mixed(acc, x2, weight, slice_, 2, BIT_OPS)
-        acc = mixed(acc, x3, weight, slice_, 3, BIT_OPS)
+        acc = mixed(acc, x0, w0, BIT_OPS)
+        acc = mixed(acc, x1, w1, BIT_OPS)
+        acc = mixed(acc, x2, w2, BIT_OPS)
+        acc = mixed(acc, x3, w3, BIT_OPS)
         both = tl.sum(tl.reshape(acc, (2, 32, BM)), 0)  # the two parts of each weight
         number = tl.arange(0, 32)
         mix_at = mixes + (slice_ * num_rows + rows)[None, :] * 24 + number[:, None]
@@ -118,15 +124,20 @@ def expanded(y, x0, x1, x2, x3, post, comb, rows, live, TARGET: tl.constexpr, BI
 
 
 @triton.jit
-def mixed(acc, x, weight, slice_, COPY: tl.constexpr, BIT_OPS: tl.constexpr):
-    """acc [64, BM] += both parts of the mix weights of one copy times x [64, BM], whose values are bf16."""
+def load_mix_weight(weight, slice_, COPY: tl.constexpr):
+    """bf16 [64, 64]: rows 0-23 the upper parts of the weights of one copy, 32-55 the lower ones, the others zero."""
     number = tl.arange(0, 64)
     kept = (number % 32) < 24
     at = weight + (slice_ * 4 + COPY) * 3072 + (number // 32 * 24 + number % 32)[:, None] * 64
-    part = tl.load(at + tl.arange(0, 64)[None, :], mask=kept[:, None] & (number >= 0)[None, :], other=0.0)
+    return tl.load(at + tl.arange(0, 64)[None, :], mask=kept[:, None] & (number >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def mixed(acc, x, weight, BIT_OPS: tl.constexpr):
+    """acc [64, BM] += mix weights of one copy times x [64, BM], whose values are bf16."""
     if BIT_OPS:
-        return acc + tl.dot(part.to(tl.float32), x)
-    return tl.dot(part, x.to(tl.bfloat16), acc)
+        return acc + tl.dot(weight.to(tl.float32), x)
+    return tl.dot(weight, x.to(tl.bfloat16), acc)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -148,48 +159,101 @@ def finish_kernel(
     M: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_SLICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ITERATIONS: tl.constexpr,
     NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
-    """Programs 0..M/1024 - 1 of a row: its norm and codes (rms_norm, quantize_fp8). The last: hc_split."""
+    """Programs 0..M/COLUMNS - 1 of a row: its norm and codes (rms_norm, quantize_fp8). The last: hc_split."""
     row = tl.program_id(1)
     part = tl.program_id(0)
     slices = tl.arange(0, BLOCK_SLICES)
     inside = slices < SLICES
-    if part < M // 1024:
+    if part < M // COLUMNS:
         squares = tl.load(collapsed_squares + slices * num_rows + row, mask=inside, other=0.0)
         factor = tl.rsqrt(tl.sum(squares, 0) / M + NORM_EPS)
-        column = part * 1024 + tl.arange(0, 1024)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
         value = tl.load(collapsed + row * M + column).to(tl.float32) * factor
         value = to_bf16(tl.load(norm + column) * value, BIT_OPS)
         tl.store(x + row * M + column, value)
-        groups = tl.reshape(value.to(tl.float32), (32, 32))
+        groups = tl.reshape(value.to(tl.float32), (COLUMNS // 32, 32))
         bits = fp8_scale(tl.max(tl.abs(groups), 1))
-        tl.store(codes + row * M + column, tl.reshape(fp8_codes(groups, bits[:, None], BIT_OPS), (1024,)))
-        tl.store(code_scales + row * (M // 32) + part * 32 + tl.arange(0, 32), (bits >> 23).to(tl.uint8))
+        tl.store(codes + row * M + column, tl.reshape(fp8_codes(groups, bits[:, None], BIT_OPS), (COLUMNS,)))
+        group = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+        tl.store(code_scales + row * (M // 32) + group, (bits >> 23).to(tl.uint8))
     else:
         squares = tl.load(stream_squares + slices * num_rows + row, mask=inside, other=0.0)
         factor = tl.rsqrt(tl.sum(squares, 0) / (4 * M) + NORM_EPS)
-        mix_at = mixes + (slices * num_rows + row)[:, None] * 24
-        four = tl.arange(0, 4)
-        pre_mix = tl.sum(tl.load(mix_at + four[None, :], mask=inside[:, None], other=0.0), 0) * factor
-        post_mix = tl.sum(tl.load(mix_at + 4 + four[None, :], mask=inside[:, None], other=0.0), 0) * factor
-        sixteen = tl.arange(0, 16)
-        comb_mix = tl.sum(tl.load(mix_at + 8 + sixteen[None, :], mask=inside[:, None], other=0.0), 0) * factor
-        pre_value = tl.sigmoid(pre_mix * tl.load(scale) + tl.load(base + four)) + EPS
-        post_value = 2.0 * tl.sigmoid(post_mix * tl.load(scale + 1) + tl.load(base + 4 + four))
-        tl.store(pre + row * 4 + four, pre_value)
-        tl.store(post + row * 4 + four, post_value)
-        c = tl.reshape(comb_mix * tl.load(scale + 2) + tl.load(base + 8 + sixteen), (4, 4))
-        c = tl.exp(c - tl.max(c, 1)[:, None])
-        c = c / tl.sum(c, 1)[:, None] + EPS
-        c = c / (tl.sum(c, 0) + EPS)[None, :]
+        number = tl.arange(0, 32)
+        mix_at = mixes + (slices * num_rows + row)[:, None] * 24 + number[None, :]
+        raw = tl.sum(tl.load(mix_at, mask=inside[:, None] & (number < 24)[None, :], other=0.0), 0) * factor
+        kind = tl.where(number < 4, 0, tl.where(number < 8, 1, 2))
+        raw = raw * tl.load(scale + kind) + tl.load(base + number, mask=number < 24, other=0.0)
+        gate = tl.sigmoid(raw)
+        tl.store(pre + row * 4 + number, gate + EPS, mask=number < 4)
+        tl.store(post + row * 4 + number - 4, 2.0 * gate, mask=kind == 1)
+        # Every thread has all sixteen elements: none of the iterations waits for another thread.
+        r0, r1 = comb_row(raw, number, 0, EPS), comb_row(raw, number, 1, EPS)
+        r2, r3 = comb_row(raw, number, 2, EPS), comb_row(raw, number, 3, EPS)
+        r0, r1, r2, r3 = columns_divided(r0, r1, r2, r3, EPS)
         for _ in range(ITERATIONS - 1):
-            c = c / (tl.sum(c, 1) + EPS)[:, None]
-            c = c / (tl.sum(c, 0) + EPS)[None, :]
-        tl.store(comb + row * 16 + four[:, None] * 4 + four[None, :], c)
+            r0, r1, r2, r3 = divided(r0, EPS), divided(r1, EPS), divided(r2, EPS), divided(r3, EPS)
+            r0, r1, r2, r3 = columns_divided(r0, r1, r2, r3, EPS)
+        store_row(comb + row * 16, r0)
+        store_row(comb + row * 16 + 4, r1)
+        store_row(comb + row * 16 + 8, r2)
+        store_row(comb + row * 16 + 12, r3)
+
+
+@triton.jit
+def element(values, number, INDEX: tl.constexpr):
+    """Element INDEX of a vector that `number` counts."""
+    return tl.sum(tl.where(number == INDEX, values, 0.0), 0)
+
+
+@triton.jit
+def comb_row(raw, number, ROW: tl.constexpr, EPS: tl.constexpr):
+    """Row ROW of comb before the iterations, four numbers: a softmax of elements 8.. of raw [32], and EPS."""
+    a, b = element(raw, number, 8 + 4 * ROW), element(raw, number, 9 + 4 * ROW)
+    c, d = element(raw, number, 10 + 4 * ROW), element(raw, number, 11 + 4 * ROW)
+    greatest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = divided(
+        (tl.exp(a - greatest), tl.exp(b - greatest), tl.exp(c - greatest), tl.exp(d - greatest)), 0.0
+    )
+    return a + EPS, b + EPS, c + EPS, d + EPS
+
+
+@triton.jit
+def divided(row, EPS: tl.constexpr):
+    """Four numbers over their sum and EPS."""
+    a, b, c, d = row
+    inverse = 1.0 / (((a + b) + (c + d)) + EPS)
+    return a * inverse, b * inverse, c * inverse, d * inverse
+
+
+@triton.jit
+def columns_divided(r0, r1, r2, r3, EPS: tl.constexpr):
+    """Four rows of four, every column divided by its sum and EPS."""
+    a0, b0, c0, d0 = r0
+    a1, b1, c1, d1 = r1
+    a2, b2, c2, d2 = r2
+    a3, b3, c3, d3 = r3
+    a0, a1, a2, a3 = divided((a0, a1, a2, a3), EPS)
+    b0, b1, b2, b3 = divided((b0, b1, b2, b3), EPS)
+    c0, c1, c2, c3 = divided((c0, c1, c2, c3), EPS)
+    d0, d1, d2, d3 = divided((d0, d1, d2, d3), EPS)
+    return (a0, b0, c0, d0), (a1, b1, c1, d1), (a2, b2, c2, d2), (a3, b3, c3, d3)
+
+
+@triton.jit
+def store_row(at, row):
+    """Four numbers at `at`."""
+    a, b, c, d = row
+    tl.store(at, a)
+    tl.store(at + 1, b)
+    tl.store(at + 2, c)
+    tl.store(at + 3, d)
 
 
 def split_mix_weight(weight: Tensor) -> Tensor:
@@ -236,7 +300,10 @@ def mix(
     parts: int = 1,
     taps: Tensor | None = None,
 ) -> None:
-    """Expand `output` (`parts` rows a row, and `shared`) into the stream, then mix by `weight`; either may be None."""
+    """Expand `output` (`parts` rows a row, and `shared`) into the stream, then mix by `weight`; either may be None.
+
+    `output` is bf16 [T * parts, M], or the parts of a split sum float32 [splits, T, M].
+    """
     width, stream = buffers.width, buffers.stream
     mix_kernel[(width // SLICE, triton.cdiv(buffers.num_rows, BLOCK_ROWS))](
         stream if output is None else output,
@@ -255,6 +322,7 @@ def mix(
         buffers.num_rows,
         M=width,
         PARTS=parts,
+        SUMS=len(output) if output is not None and output.dim() == 3 else 1,
         HAS_SHARED=shared is not None,
         EXPAND=output is not None,
         MIX=weight is not None,
@@ -275,11 +343,15 @@ def finish(
     norm_eps: float,
     eps: float,
     bit_ops: bool,
+    most_columns: int | None = None,
 ) -> None:
     """x, codes and scales of the collapsed row; pre (for the sub-layer after this one), post and comb."""
     width = buffers.width
     slices = width // SLICE
-    finish_kernel[(width // _FINISH_COLUMNS + 1, buffers.num_rows)](
+    if most_columns is None:
+        most_columns = _FINISH_COLUMNS // 4 if buffers.num_rows <= 16 else _FINISH_COLUMNS
+    columns = min(width & -width, most_columns)  # the greatest power of two that divides the width
+    finish_kernel[(width // columns + 1, buffers.num_rows)](
         buffers.collapsed,
         buffers.collapsed_squares,
         buffers.stream_squares,
@@ -297,11 +369,12 @@ def finish(
         M=width,
         SLICES=slices,
         BLOCK_SLICES=triton.next_power_of_2(slices),
+        COLUMNS=columns,
         ITERATIONS=iterations,
         NORM_EPS=norm_eps,
         EPS=eps,
         BIT_OPS=bit_ops,
-        num_warps=4,
+        num_warps=1,  # nothing waits at a barrier
     )
 
 

@@ -1,14 +1,11 @@
-"""Which entries a row attends to (spec §4.5). Owns scoring over the paged FP4 keys and the exact choice.
+"""Which entries a row attends to (spec §4.5). Owns scoring over the paged FP4 keys and candidate blocks.
 
     score_kernel    bf16 scores of a row's visible entries, rounded as the publisher rounds; programs stride over them
-    select_kernel   the best 512 of them, ties to the lower number, ascending
-
     block_kernel, allow_kernel
                     where there are more than 2048 blocks of 8 entries: how blocks rank, and a map of the best 2048,
                     which later layers' scores are restricted to (spec §4.6)
 
-Scores are bf16, so the 512th best is found exactly in two histograms, of the upper and of the lower byte. Blocks are
-chosen by the same kernel.
+topk.py chooses, the best entries and the best blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deskfleet.engine.cuda.compress import e8m0_scale, fp4_nibbles
+from deskfleet.engine.cuda.records import e8m0_scales, fp4_elements, half_of, spread
 from deskfleet.engine.cuda.tiles import to_bf16
+from deskfleet.engine.cuda.topk import TopkBuffers, select
 
-INDEX_HEADS = 32
 _TWO_126 = tl.constexpr(8.507059173023462e37)
 
 
@@ -38,12 +36,30 @@ def faked(value, inverse, scale):
     return nibble_value(fp4_nibbles(tl.minimum(tl.maximum(value * inverse, -6.0), 6.0))) * scale
 
 
-@triton.jit(do_not_specialize=["weight_stride", "table_width", "max_entries", "max_blocks", "num_picks"])
+@triton.jit
+def load_keys(pages, page, number, valid, PER_BLOCK: tl.constexpr, D: tl.constexpr, BYTES: tl.constexpr):
+    """Keys `number` int32 [N] in blocks `page` -> uint8 [N, D/2] bytes of two codes, uint8 [N, D/32] scales."""
+    # Left to itself, Triton 3.6 takes every key for aligned as the first of its block is.
+    place = tl.multiple_of(page * PER_BLOCK + number % PER_BLOCK, 1)
+    at = pages + place.to(tl.int64)[:, None] * BYTES
+    codes = tl.load(at + tl.arange(0, D // 2)[None, :], mask=valid[:, None], other=0)
+    return codes, tl.load(at + D // 2 + tl.arange(0, D // 32)[None, :], mask=valid[:, None], other=0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "weight_stride",
+        "table_width",
+        "max_entries",
+        "max_blocks",
+        "num_picks",
+    ]
+)
 def score_kernel(
-    query,  # bf16 [T, 32, 128] as int32 words, rotated, not quantised
+    query,  # bf16 [T, HEADS, D] as int32 words, rotated, not quantised
     weights,  # float32 [T, weight_stride]: the last projection, not yet rounded
     weight_stride,
-    pages,  # uint8 [rows, 68]
+    pages,  # uint8 [rows, BYTES]
     slots,
     positions,
     table,
@@ -54,8 +70,12 @@ def score_kernel(
     max_blocks,
     num_picks,
     weight_scale,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BYTES: tl.constexpr,
+    PER_BLOCK: tl.constexpr,  # keys a block
     RATIO: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr,  # entries a candidate block
     TOP_BLOCKS: tl.constexpr,
     RESTRICTS: tl.constexpr,
@@ -67,40 +87,40 @@ def score_kernel(
     visible = (tl.load(positions + row) + 1) // RATIO
     if visible <= num_picks:
         return
-    head = tl.arange(0, 32)
-    column = tl.arange(0, 64)
-    words = tl.load(query + row * 2048 + head[:, None] * 64 + column[None, :])
-    even = (words << 16).to(tl.float32, bitcast=True)
-    odd = (words & -65536).to(tl.float32, bitcast=True)
-    e = tl.reshape(even, (32, 4, 16))
-    o = tl.reshape(odd, (32, 4, 16))
+    HALF: tl.constexpr = D // 2
+    head = tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, HALF)
+    own = query + row * (HEADS * HALF) + head[:, None] * HALF + column[None, :]
+    words = tl.load(own, mask=(head < HEADS)[:, None], other=0)
+    even = half_of(words, False, BIT_OPS).to(tl.float32)
+    odd = half_of(words, True, BIT_OPS).to(tl.float32)
+    e = tl.reshape(even, (BLOCK_HEADS, D // 32, 16))
+    o = tl.reshape(odd, (BLOCK_HEADS, D // 32, 16))
     bits = e8m0_scale(tl.maximum(tl.max(tl.abs(e), 2), tl.max(tl.abs(o), 2)))[:, :, None]
     scale = bits.to(tl.float32, bitcast=True)
     inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    q_even = tl.reshape(faked(e, inverse, scale), (32, 64))
-    q_odd = tl.reshape(faked(o, inverse, scale), (32, 64))
+    q_even = tl.reshape(faked(e, inverse, scale), (BLOCK_HEADS, HALF))
+    q_odd = tl.reshape(faked(o, inverse, scale), (BLOCK_HEADS, HALF))
     if not BIT_OPS:
         q_even = q_even.to(tl.bfloat16)
         q_odd = q_odd.to(tl.bfloat16)
-    weight = tl.load(weights + row * weight_stride + head)
+    weight = tl.load(weights + row * weight_stride + head, mask=head < HEADS, other=0.0)
     weight = to_bf16(to_bf16(weight, BIT_OPS).to(tl.float32) * weight_scale, BIT_OPS).to(tl.float32)
-    slot = tl.load(slots + row)
-    key = tl.arange(0, KEYS)
-    for block in range(tl.program_id(0), (visible + KEYS - 1) // KEYS, tl.num_programs(0)):
-        number = block * KEYS + key
+    own_table = table + tl.load(slots + row) * table_width
+    number = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    step = tl.num_programs(0) * KEYS
+    # Keys of the next block, and the pages of the one after it, are under way while a block is scored.
+    page = tl.load(own_table + number // PER_BLOCK, mask=number < visible, other=0)
+    after = tl.load(own_table + (number + step) // PER_BLOCK, mask=number + step < visible, other=0)
+    codes, scales = load_keys(pages, page, number, number < visible, PER_BLOCK, D, BYTES)
+    multipliers = e8m0_scales(scales)
+    for _ in tl.range(tl.program_id(0) * KEYS, visible, step, num_stages=1):
+        following = number + step
+        next_codes, next_scales = load_keys(pages, after, following, following < visible, PER_BLOCK, D, BYTES)
+        after = tl.load(own_table + (following + step) // PER_BLOCK, mask=following + step < visible, other=0)
+        wide = spread(multipliers, KEYS, D // 32, 16, BIT_OPS)
+        k_even, k_odd = fp4_elements(codes, wide, BIT_OPS)
         valid = number < visible
-        page = tl.load(table + slot * table_width + number // (BLOCK_SIZE // RATIO), mask=valid, other=0)
-        at = (
-            pages + (page.to(tl.int64) * (BLOCK_SIZE // RATIO) + number % (BLOCK_SIZE // RATIO))[:, None] * 68
-        )
-        codes = tl.load(at + column[None, :], mask=valid[:, None], other=0).to(tl.int32)
-        key_scale = tl.load(at + 64 + column[None, :] // 16, mask=valid[:, None], other=0).to(tl.int32)
-        key_scale = (key_scale << 23).to(tl.float32, bitcast=True)
-        k_even = nibble_value(codes) * key_scale
-        k_odd = nibble_value(codes >> 4) * key_scale
-        if not BIT_OPS:
-            k_even = k_even.to(tl.bfloat16)
-            k_odd = k_odd.to(tl.bfloat16)
         dots = tl.dot(q_even, tl.trans(k_even)) + tl.dot(q_odd, tl.trans(k_odd))
         dots = tl.maximum(to_bf16(dots, BIT_OPS).to(tl.float32), 0.0)
         weighted = to_bf16(dots * weight[:, None], BIT_OPS).to(tl.float32)
@@ -110,68 +130,7 @@ def score_kernel(
             candidate = tl.load(allowed + row * max_blocks + number // UNIT, mask=counts, other=1)
             total = tl.where(candidate != 0, total, float("-inf"))
         tl.store(scores + row * max_entries + number, to_bf16(total, BIT_OPS), mask=valid)
-
-
-@triton.jit
-def ordered(scores, number, visible):
-    """Scores bf16 as int32 0..65535 that compare alike, 0 where not visible."""
-    bits = (
-        tl.load(scores + number, mask=number < visible, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        & 0xFFFF
-    )
-    flipped = tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
-    return tl.where(number < visible, flipped, 0)
-
-
-@triton.jit(do_not_specialize=["max_entries"])
-def select_kernel(
-    scores,  # bf16 [T, max_entries]
-    positions,
-    picks,  # int32 [T, NUM_PICKS] out
-    max_entries,
-    RATIO: tl.constexpr,
-    NUM_PICKS: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program a row (oracle: reference.top_positions); scores of UNIT entries each."""
-    row = tl.program_id(0)
-    visible = ((tl.load(positions + row) + 1) // RATIO + UNIT - 1) // UNIT
-    place = tl.arange(0, NUM_PICKS)
-    if visible <= NUM_PICKS:
-        tl.store(picks + row * NUM_PICKS + place, tl.where(place < visible, place, -1))
-        return
-    own = scores + row.to(tl.int64) * max_entries
-    bins = tl.arange(0, 256)
-    number = tl.arange(0, BLOCK)
-    counts = tl.zeros((256,), tl.int32)
-    for start in range(0, visible, BLOCK):
-        value = ordered(own, start + number, visible)
-        counts += tl.histogram(value >> 8, 256, mask=start + number < visible)
-    # How many lie in this bin or above; the bin of the 512th best is the highest with 512 or more.
-    above = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    upper = tl.max(tl.where(above >= NUM_PICKS, bins, 0), 0)
-    wanted = NUM_PICKS - tl.sum(tl.where(bins > upper, counts, 0), 0)
-    counts = tl.zeros((256,), tl.int32)
-    for start in range(0, visible, BLOCK):
-        value = ordered(own, start + number, visible)
-        counts += tl.histogram(value & 0xFF, 256, mask=(start + number < visible) & ((value >> 8) == upper))
-    above = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    lower = tl.max(tl.where(above >= wanted, bins, 0), 0)
-    wanted -= tl.sum(tl.where(bins > lower, counts, 0), 0)  # so many of those that equal the threshold
-    threshold = upper * 256 + lower
-    taken = 0
-    equal_before = 0
-    for start in range(0, visible, BLOCK):
-        inside = start + number < visible
-        value = ordered(own, start + number, visible)
-        equal = ((value == threshold) & inside).to(tl.int32)
-        rank = equal_before + tl.cumsum(equal, 0) - equal
-        take = ((value > threshold) & inside).to(tl.int32) + ((equal > 0) & (rank < wanted)).to(tl.int32)
-        at = taken + tl.cumsum(take, 0) - take
-        tl.store(picks + row * NUM_PICKS + at, start + number, mask=take > 0)
-        taken += tl.sum(take, 0)
-        equal_before += tl.sum(equal, 0)
+        number, codes, multipliers = following, next_codes, e8m0_scales(next_scales)
 
 
 @triton.jit(do_not_specialize=["max_entries", "max_blocks"])
@@ -237,10 +196,19 @@ class Candidates:
         self.best = torch.zeros(num_rows, self.max_blocks, dtype=torch.bfloat16, device=device)
         self.picks = torch.zeros(num_rows, top_blocks, dtype=torch.int32, device=device)
         self.allowed = torch.zeros(num_rows, self.max_blocks, dtype=torch.uint8, device=device)
+        self.choice = TopkBuffers.where_needed(num_rows, self.max_blocks, device)
 
 
-def narrow(scores: Tensor, positions: Tensor, candidates: Candidates, *, ratio: int) -> None:
-    """scores bf16 [T, max entries] of the candidate source -> `candidates`."""
+def narrow(
+    scores: Tensor,
+    where: tuple[Tensor, Tensor, Tensor],
+    candidates: Candidates,
+    *,
+    ratio: int,
+    block_size: int,
+) -> None:
+    """scores bf16 [T, max entries] of the candidate source -> `candidates`; `where` as in `topk.select`."""
+    positions = where[1]
     num_rows, max_entries = scores.shape
     c = candidates
     programs = min(triton.cdiv(c.max_blocks, 128), max(264 // num_rows, 1))
@@ -254,7 +222,7 @@ def narrow(scores: Tensor, positions: Tensor, candidates: Candidates, *, ratio: 
         UNIT=c.unit,
         TOP_BLOCKS=c.top_blocks,
     )
-    select(c.best, positions, c.picks, ratio=ratio, unit=c.unit)
+    select(c.best, where, c.picks, c.choice, ratio=ratio, block_size=block_size, unit=c.unit)
     allow_kernel[(num_rows,)](
         c.picks,
         positions,
@@ -280,12 +248,13 @@ def score(
     bit_ops: bool,
     among: Candidates | None = None,
 ) -> None:
-    """query bf16 [T, 4096] and weights float32 [T, 32] (a view of a wider row) -> scores bf16 [T, max entries].
+    """query bf16 [T, H·D] and weights float32 [T, H] (a view of a wider row) -> scores bf16 [T, max entries].
 
     Entries outside of the blocks of `among` score minus infinity.
     """
     slots, positions, table = where
     num_rows, max_entries = scores.shape
+    heads = weights.shape[1]
     programs = min(triton.cdiv(max_entries, 64), max(528 // num_rows, 1))
     score_kernel[(programs, num_rows)](
         query.view(torch.int32),
@@ -302,8 +271,12 @@ def score(
         0 if among is None else among.max_blocks,
         num_picks,
         weight_scale,
+        HEADS=heads,
+        BLOCK_HEADS=max(triton.next_power_of_2(heads), 16),
+        D=query.shape[1] // heads,
+        BYTES=pages.shape[1],
+        PER_BLOCK=block_size // ratio,
         RATIO=ratio,
-        BLOCK_SIZE=block_size,
         UNIT=8 if among is None else among.unit,
         TOP_BLOCKS=0 if among is None else among.top_blocks,
         RESTRICTS=among is not None,
@@ -313,29 +286,11 @@ def score(
     )
 
 
-def select(scores: Tensor, positions: Tensor, picks: Tensor, *, ratio: int, unit: int = 1) -> None:
-    """scores bf16 [T, max entries] of `unit` entries each -> picks int32 [T, L], L a power of two."""
-    select_kernel[(len(scores),)](
-        scores,
-        positions,
-        picks,
-        scores.shape[1],
-        RATIO=ratio,
-        NUM_PICKS=picks.shape[1],
-        UNIT=unit,
-        BLOCK=2048,
-        num_warps=8,
-    )
-
-
 __all__ = [
-    "INDEX_HEADS",
     "Candidates",
     "allow_kernel",
     "block_kernel",
     "narrow",
     "score",
     "score_kernel",
-    "select",
-    "select_kernel",
 ]

@@ -5,7 +5,7 @@
     bf16_kernel   bf16 weights and activations, float32 out: router, compressor, index weights
 
 Matrices that share an input are stacked by row and take one launch. Every kernel may split K: the last program to
-finish a tile adds the parts in order, so that a result does not depend on which was last.
+finish a tile adds the parts in order, so that a result does not depend on which was last, or the next kernel does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from deskfleet.engine.cuda.tiles import (
     accumulate,
     fp8_codes,
     fp8_scale,
-    scale_of,
     sum_of_splits,
     to_bf16,
 )
@@ -29,44 +28,22 @@ BF16_TILE_ROWS = 64
 BF16_BLOCK_COLUMNS = 64
 NUM_PROCESSORS = 132
 
-_SELECT = "lop3.b32 sign, sign, value, 0x80008000, 0xe4; and.b32 sign, sign, 0x87f087f0;"
-_SCALE = "mov.b32 value, 0x7b807b80; mul.rn.bf16x2 $0, sign, value;"
-LOW_CODES = f"{{ .reg .b32 sign, value; shl.b32 sign, $1, 8; shl.b32 value, $1, 4; {_SELECT} {_SCALE} }}"
-HIGH_CODES = f"{{ .reg .b32 sign, value; mov.b32 sign, $1; shr.b32 value, $1, 4; {_SELECT} {_SCALE} }}"
-"""E4M3 codes in the low or high bytes of two words as bf16: their bits in place are the value times 2**-120, and the
-product with 2**120 is exact."""
 
-_LOW = tl.constexpr(LOW_CODES)
-_HIGH = tl.constexpr(HIGH_CODES)
+@triton.jit
+def rotation(cos, sin, tile, rows, live, HEAD: tl.constexpr, ROPE: tl.constexpr):
+    """Cosines and sines float32 [64, BM] of a tile's pairs: of every HEAD rows of the whole the last ROPE turn, the
+    others have 1 and 0. cos, sin float32 [T, ROPE/2]; HEAD and ROPE are powers of two."""
+    pair = (tile * 64 + tl.arange(0, 64)) % (HEAD // 2) - (HEAD - ROPE) // 2
+    turns = (pair >= 0)[:, None] & live[None, :]
+    at = rows[None, :] * (ROPE // 2) + pair[:, None]
+    return tl.load(cos + at, mask=turns, other=1.0), tl.load(sin + at, mask=turns, other=0.0)
 
 
 @triton.jit
-def widened(words, HIGH: tl.constexpr, BIT_OPS: tl.constexpr):
-    """int16 words of two E4M3 codes -> values of one, bf16 (float32 in the interpreter: it multiplies no bf16)."""
-    if BIT_OPS:
-        wide = words.to(tl.int32)
-        if HIGH:
-            wide = wide >> 8
-        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
-        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-    elif HIGH:
-        return tl.inline_asm_elementwise(_HIGH, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise(_LOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@triton.jit
-def rotated(value, cos, sin, tile, rows, live, PERIOD: tl.constexpr, BM: tl.constexpr, BIT_OPS: tl.constexpr):
-    """value float32 [128, BM], already rounded to bf16: its last 64 rows rotated by adjacent pairs (spec §N.7).
-
-    Every PERIOD-th tile ends a head; the others pass. cos, sin float32 [T, 32].
-    """
+def rotated(value, turn, BM: tl.constexpr):
+    """value float32 [128, BM], already rounded to bf16, with adjacent pairs rotated (spec §N.7); turn of `rotation`."""
+    c, s = turn
     even, odd = tl.split(tl.permute(tl.reshape(value, (64, 2, BM)), (0, 2, 1)))
-    pair = tl.arange(0, 64) - 32
-    turns = (pair >= 0)[:, None] & live[None, :] & (tile % PERIOD == PERIOD - 1)
-    at = rows[None, :] * 32 + pair[:, None]
-    c = tl.load(cos + at, mask=turns, other=1.0)
-    s = tl.load(sin + at, mask=turns, other=0.0)
     both = tl.join(even * c - odd * s, even * s + odd * c)  # (64, BM, 2)
     return tl.reshape(tl.permute(both, (0, 2, 1)), (128, BM))
 
@@ -76,24 +53,21 @@ def store_tile(
     acc,
     out,
     out_scales,
-    cos,
-    sin,
+    turn,  # of `rotation`, where IS_ROTATED
     tile,
     rows,
     live,
     N: tl.constexpr,
     OUTPUT: tl.constexpr,
-    PERIOD: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
     BM: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
-    """acc float32 [128, BM] into rows of out [T, N] as bf16, as bf16 rotated, as float32 or as FP8 with scales."""
+    """acc float32 [128, BM] into rows of out [T, N] as bf16, as bf16 rotated or as FP8 with scales."""
     column = tile * 128 + tl.arange(0, 128)
     at = out + rows[None, :] * N + column[:, None]
     mask = live[None, :] & (column < N)[:, None]
-    if OUTPUT == "float32":
-        tl.store(at, acc, mask=mask)
-    elif OUTPUT == "fp8":
+    if OUTPUT == "fp8":
         value = tl.reshape(to_bf16(acc, BIT_OPS).to(tl.float32), (4, 32, BM))
         bits = fp8_scale(tl.max(tl.abs(value), 1))  # (4, BM)
         tl.store(at, tl.reshape(fp8_codes(value, bits[:, None, :], BIT_OPS), (128, BM)), mask=mask)
@@ -102,10 +76,16 @@ def store_tile(
         tl.store(scale_at, (bits >> 23).to(tl.uint8), mask=live[None, :] & (group * 32 < N)[:, None])
     else:
         value = to_bf16(acc, BIT_OPS)
-        if PERIOD > 0:
-            turned = rotated(value.to(tl.float32), cos, sin, tile, rows, live, PERIOD, BM, BIT_OPS)
-            value = to_bf16(turned, BIT_OPS)
+        if IS_ROTATED:
+            value = to_bf16(rotated(value.to(tl.float32), turn, BM), BIT_OPS)
         tl.store(at, value, mask=mask)
+
+
+@triton.jit
+def store_part(acc, out, split, column, rows, num_rows, N: tl.constexpr):
+    """acc float32 [columns, BM], one of several to be added, into out float32 [splits, T, N]."""
+    at = out + ((split * num_rows).to(tl.int64) + rows)[None, :] * N + column[:, None]
+    tl.store(at, acc, mask=(rows < num_rows)[None, :] & (column < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -114,9 +94,9 @@ def fp8_kernel(
     x_scales,  # int32 [T, ceil(K/128)]
     codes,  # Fp8Tiles of [N, K]
     scales,
-    out,  # bf16 or float8e4nv [T, N]
+    out,  # bf16 or float8e4nv [T, N]; of OUTPUT "parts" float32 [SPLITS, T, N]
     out_scales,  # uint8 [T, 4 * ceil(N/128)], of an FP8 output
-    cos,  # float32 [T, 32], where PERIOD > 0
+    cos,  # float32 [T, ROPE/2], where HEAD > 0
     sin,
     partials,  # float32 [SPLITS, row blocks * tiles, 128 * BM]
     counters,  # int32 [row blocks * tiles]: zero before and after
@@ -124,9 +104,11 @@ def fp8_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     OUTPUT: tl.constexpr,
-    PERIOD: tl.constexpr,
+    HEAD: tl.constexpr,  # elements of a head, of which the last ROPE are rotated; 0: none
+    ROPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
+    GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -138,10 +120,17 @@ def fp8_kernel(
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     live = rows < num_rows
     begin = split * PER_SPLIT
+    if HEAD > 0:  # on its way while the rest is done
+        turn = rotation(cos, sin, tile, rows, live, HEAD, ROPE)
+    else:
+        turn = (cos, sin)
     acc = accumulate(
-        tl.zeros((128, BM), tl.float32), codes, scales, x, x_scales, tile, rows, live, begin,
-        tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, False, 128, BIT_OPS, STAGES,
+        codes, scales, x, x_scales, tile, rows, live, begin, tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, K, "fp8",
+        BM, GROUPS, BIT_OPS, STAGES,
     )  # fmt: skip
+    if OUTPUT == "parts":
+        store_part(acc, out, split, tile * 128 + tl.arange(0, 128), rows, num_rows, N)
+        return
     if SPLITS > 1:
         NUM_TILES: tl.constexpr = (N + 127) // 128
         number = tl.program_id(1) * NUM_TILES + tile
@@ -150,7 +139,7 @@ def fp8_kernel(
         acc, is_last = sum_of_splits(acc, partials, place, counters + number, SPLITS, 128 * BM, offsets)
         if not is_last:
             return
-    store_tile(acc, out, out_scales, cos, sin, tile, rows, live, N, OUTPUT, PERIOD, BM, BIT_OPS)
+    store_tile(acc, out, out_scales, turn, tile, rows, live, N, OUTPUT, HEAD > 0, BM, BIT_OPS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -169,6 +158,7 @@ def wide_kernel(
     OUTPUT: tl.constexpr,
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
+    DOT_GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -178,38 +168,21 @@ def wide_kernel(
     PER_SPLIT: tl.constexpr = (NUM_BLOCKS + SPLITS - 1) // SPLITS
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    member = tl.arange(0, BM)
-    rows = tl.program_id(1) * BM + member
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
     live = rows < num_rows
     begin = split * PER_SPLIT
-    row = tl.arange(0, 128)
-    column = tl.arange(0, 32)
-    group = tile * 128 // N
-    x_at = x + rows[None, :] * (GROUPS * K) + group * K + begin * 128 + column[:, None]
-    code_at = codes + (tile * (K // 64) + begin * 2) * 4096 + row[:, None] * 32 + column[None, :]
-    scale_at = scales + (tile * 128 + row) // 32 * NUM_BLOCKS + begin
-    acc = tl.zeros((128, BM), tl.float32)
-    for _ in tl.range(begin, tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), num_stages=STAGES):
-        words = tl.load(scale_at)
-        for part in tl.static_range(4):
-            if part % 2 == 0:
-                pairs = tl.load(code_at + part // 2 * 4096)
-            weights = widened(pairs, part % 2 == 1, BIT_OPS)
-            x_part = tl.load(x_at + part * 32, mask=live[None, :], other=0.0)
-            if BIT_OPS:
-                x_part = x_part.to(tl.float32)
-            acc += tl.dot(weights, x_part) * scale_of(words, part)[:, None]
-        code_at += 2 * 4096
-        scale_at += 1
-        x_at += 128
+    acc = accumulate(
+        codes, scales, x + tile * 128 // N * K, x, tile, rows, live, begin,
+        tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, GROUPS * K, "wide", BM, DOT_GROUPS, BIT_OPS, STAGES,
+    )  # fmt: skip
     if SPLITS > 1:
         number = tl.program_id(1) * NUM_TILES + tile
-        offsets = row[:, None] * BM + member[None, :]
+        offsets = tl.arange(0, 128)[:, None] * BM + tl.arange(0, BM)[None, :]
         place = (split, tl.num_programs(1) * NUM_TILES, number)
         acc, is_last = sum_of_splits(acc, partials, place, counters + number, SPLITS, 128 * BM, offsets)
         if not is_last:
             return
-    store_tile(acc, out, out_scales, out, out, tile, rows, live, GROUPS * N, OUTPUT, 0, BM, BIT_OPS)
+    store_tile(acc, out, out_scales, out, tile, rows, live, GROUPS * N, OUTPUT, False, BM, BIT_OPS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -250,6 +223,7 @@ def bf16_kernel(
             acc = tl.dot(weights, x_part, acc)
         weight_at += 4096
         x_at += 64
+    column = tile * 64 + row
     if SPLITS > 1:
         number = tl.program_id(1) * NUM_TILES + tile
         offsets = row[:, None] * BM + member[None, :]
@@ -257,14 +231,18 @@ def bf16_kernel(
         acc, is_last = sum_of_splits(acc, partials, place, counters + number, SPLITS, 64 * BM, offsets)
         if not is_last:
             return
-    column = tile * 64 + row
     tl.store(out + rows[None, :] * N + column[:, None], acc, mask=live[None, :] & (column < N)[:, None])
 
 
 def block_rows(num_rows: int) -> int:
     """Rows of activations that one program takes. 64 would read the weights of 64 rows once, but accumulators of so
     many leave no registers (10 spilled, one program a processor), and a second reading comes from the L2."""
-    return 16 if num_rows <= 16 else 32
+    return 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+
+
+def groups_of(rows: int) -> int:
+    """Scale groups of one dot of FP8 weights with a block of `rows` rows (measured on an H200: decision 0021)."""
+    return 2 if rows == 8 else 1
 
 
 def padded_rows(num_rows: int) -> int:
@@ -272,11 +250,16 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // block_rows(num_rows)) * block_rows(num_rows)
 
 
-def num_splits(num_tiles: int, num_blocks: int, per_processor: int = 2) -> int:
-    """Parts of K that give each of 132 processors about `per_processor` programs, with two blocks of columns or more
-    in each; [not measured yet]."""
+def num_splits(num_tiles: int, num_blocks: int, num_rows: int) -> int:
+    """Parts of K that give nearly every one of 132 processors a program, each with two blocks of columns or more.
+
+    A few more programs than processors still pay while the parts are of 16 rows, not when they are larger (measured on
+    an H200: decision 0021).
+    """
+    row_blocks = -(-num_rows // block_rows(num_rows))
+    most = 160 if row_blocks == 1 else NUM_PROCESSORS
     splits = 1
-    while num_tiles * splits < per_processor * NUM_PROCESSORS and num_blocks // (2 * splits) >= 2:
+    while num_tiles * row_blocks * 2 * splits <= most and num_blocks // (2 * splits) >= 2:
         splits *= 2
     return splits
 
@@ -287,6 +270,10 @@ class SplitBuffers:
     def __init__(self, num_floats: int, num_places: int, device: torch.device | str) -> None:
         self.partials = torch.zeros(num_floats, device=device)
         self.counters = torch.zeros(num_places, dtype=torch.int32, device=device)
+
+    def parts(self, splits: int, num_rows: int, num_outputs: int) -> Tensor:
+        """float32 [splits, T, N] of it."""
+        return self.partials[: splits * num_rows * num_outputs].view(splits, num_rows, num_outputs)
 
 
 def fp8_linear(
@@ -299,13 +286,23 @@ def fp8_linear(
     splits: int,
     bit_ops: bool,
     rope: tuple[Tensor, Tensor] | None = None,
-    rope_period: int = 0,
+    rope_head: int = 0,
     out_scales: Tensor | None = None,
-    stages: int = 3,
-) -> None:
-    """x FP8 [T, K] times weight [N, K] into out [T, N]: bf16, bf16 with rotated heads, or FP8 when `out_scales`."""
+    stages: int = 4,
+    groups: int | None = None,
+    unsummed: bool = False,
+) -> Tensor:
+    """x FP8 [T, K] times weight [N, K] into out [T, N]: bf16, or FP8 when `out_scales`.
+
+    bf16 outputs are heads of `rope_head` elements where that is not 0, and their ends are rotated. Returns `out`, or,
+    where `unsummed` and K is split, the parts float32 [splits, T, N] in the workspace: the next kernel adds them up
+    (tiles.load_parts), which spares this one to wait for the last of them.
+    """
     num_rows = len(x)
     tiles = -(-weight.num_rows // TILE_ROWS)
+    output = "bf16" if out_scales is None else "fp8"
+    if unsummed and splits > 1:
+        out, output = work.parts(splits, num_rows, weight.num_rows), "parts"
     cos, sin = rope if rope is not None else (work.partials, work.partials)
     fp8_kernel[(tiles * splits, triton.cdiv(num_rows, block_rows(num_rows)))](
         x,
@@ -321,14 +318,17 @@ def fp8_linear(
         num_rows,
         K=weight.num_columns,
         N=weight.num_rows,
-        OUTPUT="bf16" if out_scales is None else "fp8",
-        PERIOD=rope_period,
+        OUTPUT=output,
+        HEAD=rope_head,
+        ROPE=2 * cos.shape[1] if rope_head else 0,
         SPLITS=splits,
-        BM=block_rows(len(x)),
+        BM=block_rows(num_rows),
+        GROUPS=groups_of(block_rows(num_rows)) if groups is None else groups,
         BIT_OPS=bit_ops,
         STAGES=stages,
         num_warps=4,
     )
+    return out
 
 
 def grouped_linear(
@@ -342,6 +342,7 @@ def grouped_linear(
     splits: int,
     bit_ops: bool,
     stages: int = 3,
+    dot_groups: int | None = None,
 ) -> None:
     """x bf16 [T, G·K], paired weight [G·N, K] -> out FP8 [T, G·N] with scale bytes: what wo_b takes."""
     tiles = weight.num_rows // TILE_ROWS
@@ -360,6 +361,7 @@ def grouped_linear(
         OUTPUT="fp8",
         SPLITS=splits,
         BM=block_rows(len(x)),
+        DOT_GROUPS=groups_of(block_rows(len(x))) if dot_groups is None else dot_groups,
         BIT_OPS=bit_ops,
         STAGES=stages,
         num_warps=4,
@@ -367,7 +369,14 @@ def grouped_linear(
 
 
 def bf16_linear(
-    x: Tensor, weight: Tensor, out: Tensor, work: SplitBuffers, *, splits: int, bit_ops: bool, stages: int = 4
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    work: SplitBuffers,
+    *,
+    splits: int,
+    bit_ops: bool,
+    stages: int = 4,
 ) -> None:
     """x bf16 [T, K], weight of `pack_bf16` -> out float32 [T, N]."""
     tiles, blocks = weight.shape[:2]
@@ -386,6 +395,16 @@ def bf16_linear(
         STAGES=stages,
         num_warps=4,
     )
+
+
+def summed(output: Tensor) -> Tensor:
+    """Parts float32 [splits, T, N] added up as the kernels do and rounded to bf16; [T, N] as it is."""
+    if output.dim() == 2:
+        return output
+    total = output[0]
+    for part in output[1:]:
+        total = total + part
+    return total.to(torch.bfloat16)
 
 
 def pack_bf16(weight: Tensor) -> Tensor:
@@ -408,12 +427,15 @@ __all__ = [
     "fp8_kernel",
     "fp8_linear",
     "grouped_linear",
+    "groups_of",
     "num_splits",
     "pack_bf16",
     "padded_rows",
     "rotated",
+    "rotation",
+    "store_part",
     "store_tile",
+    "summed",
     "unpack_bf16",
     "wide_kernel",
-    "widened",
 ]

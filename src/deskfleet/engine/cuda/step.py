@@ -1,9 +1,12 @@
-"""One decode step of one rank, from token ids to logits, without the host (spec §5.3).
+"""One step of one rank, from token ids to logits, without the host (spec §5.3).
 
 Owns the static buffers of one batch size and the order of launches; every launch has the same shape whatever the data,
 so the whole can be captured as one graph. Sums over ranks are left out: what this rank computes stands for the sum,
 which costs what a rank of that size costs without its communication. Knows nothing of requests; positions, slots and
-block tables are tensors that whoever drives the step fills in between.
+block tables are tensors that whoever drives the step fills in between (model.py for real requests).
+
+Window records and entries are written before anything reads them, so rows of one request may follow each other within
+a step, as long as each has a place.
 
 Not here yet: images, drafts, real sums over ranks.
 """
@@ -13,36 +16,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskfleet.engine.cuda import attention, compress, engram, experts, hyper, indexer, linear, routing
+from deskfleet.engine.cuda import attention, compress, engram, experts, hyper, indexer, linear, routing, topk
 from deskfleet.engine.cuda.packing import Fp8Tiles
-from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights, RankShape
+from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights
+from deskfleet.engine.ops.records import ENTRY, INDEX_KEY, WINDOW
 from deskfleet.engine.ops.rope import RopeTable
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layers import LayerPlan
 
 Watch = Callable[[str], None]
 
+DECODE_LOGITS = 64
+"""Rows of the head's product at most; more are taken in turns."""
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rope_kernel(
     positions,  # int32 [T]
-    local,  # float32 [32]: frequencies
+    local,  # float32 [PAIRS]: frequencies
     yarn,
-    tables,  # float32 [3, 2, T, 32] out: local, yarn, yarn of an even position; cos and sin
+    tables,  # float32 [3, 2, T, PAIRS] out: local, yarn, yarn of an even position; cos and sin
     num_rows,
+    PAIRS: tl.constexpr,
 ):
-    """One program a row (oracle: RopeTable.rows)."""
+    """One program a row (oracle: RopeTable.rows); PAIRS is a power of two."""
     row = tl.program_id(0)
-    pair = tl.arange(0, 32)
+    pair = tl.arange(0, PAIRS)
     position = tl.load(positions + row)
-    size = num_rows * 32
-    out = tables + row * 32 + pair
+    size = num_rows * PAIRS
+    out = tables + row * PAIRS + pair
     angle = position.to(tl.float32) * tl.load(local + pair)
     tl.store(out, tl.cos(angle))
     tl.store(out + size, tl.sin(angle))
@@ -55,14 +64,36 @@ def rope_kernel(
     tl.store(out + 5 * size, tl.sin(angle))
 
 
+class Shape(Protocol):
+    """What a rank holds, as the kernels see it: padding included.
+
+    `group_rank` is the low rank of one output group; `expert_ids` are the routed experts, in ascending order.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def group_rank(self) -> int: ...
+    @property
+    def expert_width(self) -> int: ...
+    @property
+    def expert_ids(self) -> range: ...
+    @property
+    def vocabulary(self) -> int: ...
+
+
 @dataclass(slots=True)
 class Pages:
     """What earlier steps left: pages of records and the tables that name their blocks. Block 0 is nobody's."""
 
-    windows: list[Tensor]  # per layer uint8 [rows, 528]
-    entries: dict[int, Tensor]  # per KV source uint8 [rows, 288]
-    index_keys: dict[int, Tensor]  # uint8 [rows, 68]
-    open_rows: dict[int, Tensor]  # float32 [S * num_open, 1024]
+    windows: list[Tensor]  # per layer uint8 [rows, bytes of a window record]
+    entries: dict[int, Tensor]  # per KV source uint8 [rows, bytes of an entry]
+    index_keys: dict[int, Tensor]  # uint8 [rows, bytes of an index key]
+    open_rows: dict[int, Tensor]  # float32 [S * num_open, 2 * D]
     window_table: Tensor  # int32 [S, B]
     entry_table: Tensor  # int32 [S, B]
     block_size: int
@@ -70,11 +101,16 @@ class Pages:
 
 
 class DecodeStep:
-    """Buffers and launches for `num_rows` rows. `ids` and `positions` are read at the start of every run."""
+    """Buffers and launches for `num_rows` rows. `ids` and `positions` are read at the start of every run.
+
+    With `long`, one request may have any number of rows, and some of them may be there for their window records alone:
+    `entry_slots` names a slot without blocks for those, `kept_at` int64 [T] the row of `open_rows` where each row's
+    pooled inputs go. Then logits are made of the rows `logit_rows` int64 [DECODE_LOGITS or fewer], otherwise of all.
+    """
 
     def __init__(
         self,
-        shape: RankShape,
+        shape: Shape,
         layers: list[LayerWeights],
         embedding: Tensor,
         head: Tensor,
@@ -84,12 +120,14 @@ class DecodeStep:
         num_rows: int,
         device: torch.device | str,
         bit_ops: bool,
+        long: bool = False,
     ) -> None:
         c = shape.config
         width = c.hidden_size
         self.shape, self.config, self.layers, self.pages = shape, c, layers, pages
         self.embedding, self.head, self.norm = embedding, head, norm
-        self.num_rows, self.bit_ops = num_rows, bit_ops
+        self.num_rows, self.bit_ops, self.long = num_rows, bit_ops, long
+        self.num_logits = min(num_rows, DECODE_LOGITS) if long else num_rows
         self.device = torch.device(device)
 
         def ints(*size: int) -> Tensor:
@@ -103,30 +141,42 @@ class DecodeStep:
 
         self.ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.positions, self.slots = ints(num_rows), ints(num_rows)
-        self.frequencies = [table.frequencies.to(device) for table in rope_tables(c)]
-        self.rope = torch.zeros(3, 2, num_rows, 32, device=device)
+        # Of either kind as many buffers: workspace.py counts them.
+        entry_slots = ints(num_rows if long else 0)
+        self.entry_slots = entry_slots if long else self.slots
+        self.kept_at = torch.zeros(num_rows if long else 0, dtype=torch.int64, device=device)
+        self.logit_rows = torch.zeros(self.num_logits if long else 0, dtype=torch.int64, device=device)
+        self.frequencies = [
+            torch.zeros(len(table.frequencies), device=device).copy_(table.frequencies)
+            for table in rope_tables(c)
+        ]
+        self.rope = torch.zeros(3, 2, num_rows, c.qk_rope_head_dim // 2, device=device)
         self.streams = hyper.StreamBuffers(width, num_rows, device)
         expert_shape = experts.ExpertShape(
-            width, shape.expert_width, c.n_routed_experts, c.num_experts_per_tok
+            width, shape.expert_width, len(shape.expert_ids), c.num_experts_per_tok
         )
         self.experts = experts.ExpertBuffers(expert_shape, num_rows, device)
         self.shared = experts.SharedBuffers(width, shape.expert_width, num_rows, device)
+        attended = attention.AttentionShape(shape.heads, c.head_dim, c.qk_rope_head_dim, c.sliding_window)
         self.attention = {
-            count: attention.AttentionBuffers(num_rows, count, device) for count in (0, c.index_topk)
+            count: attention.AttentionBuffers(attended, num_rows, count, device)
+            for count in (0, c.index_topk)
         }
-        padded = linear.padded_rows(num_rows)
-        self.work = linear.SplitBuffers(_most_partials(shape, padded), 64 * padded, device)
+        self.work = linear.SplitBuffers(
+            _most_partials(shape, num_rows, self.num_logits), 64 * linear.padded_rows(num_rows), device
+        )
         self.qkv = bf16(num_rows, c.q_lora_rank + c.head_dim)
         self.low_rank, self.low_rank_scales = (
             codes(num_rows, c.q_lora_rank),
-            ints(num_rows, c.q_lora_rank // 128),
+            ints(num_rows, -(-c.q_lora_rank // 128)),
         )
         self.query = bf16(num_rows, shape.heads * c.head_dim)
-        grouped = shape.groups * c.o_lora_rank
-        self.grouped, self.grouped_scales = codes(num_rows, grouped), ints(num_rows, grouped // 128)
-        self.attended = bf16(num_rows, width)
+        grouped = shape.groups * shape.group_rank
+        self.grouped, self.grouped_scales = codes(num_rows, grouped), ints(num_rows, -(-grouped // 128))
+        self._attended = self._attended_parts = bf16(num_rows, width)
         self.logits = torch.zeros(num_rows, c.n_routed_experts, device=device)
         self.chosen = ints(num_rows, c.num_experts_per_tok)
+        self.is_sharded = len(shape.expert_ids) < c.n_routed_experts
         self.route_weights = torch.zeros(num_rows, c.num_experts_per_tok, device=device)
         most_extra = max((layer.num_extra for layer in layers), default=0)
         self.extra = torch.zeros(num_rows * max(most_extra, 1), device=device)
@@ -136,15 +186,21 @@ class DecodeStep:
         )
         self.index_query = bf16(num_rows, c.index_n_heads * c.index_head_dim)
         self.picks = {layer: ints(num_rows, c.index_topk) for layer in c.index_source_layer_ids}
+        # Rows of the pages: of the entries that were picked, and of the windows.
+        self.entry_records = {layer: ints(num_rows, c.index_topk) for layer in c.index_source_layer_ids}
+        self.window_records = ints(num_rows, c.sliding_window)
         most = pages.entry_table.shape[1] * pages.block_size
         self.scores = bf16(num_rows, most)
+        self.choice = topk.TopkBuffers.where_needed(num_rows, most, device)
         self.candidates = indexer.Candidates(
             num_rows, most, c.candidate_block_size, c.candidate_topk_blocks, device
         )
         self.taps = bf16(num_rows, max(len(c.dspark_target_layer_ids), 1) * width)
-        self.vocabulary_logits = torch.zeros(num_rows, shape.vocabulary, device=device)
-        self.sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.alive = torch.ones(num_rows, dtype=torch.int32, device=device)
+        wanted = bf16(self.num_logits if long else 0, width)
+        self.wanted = wanted if long else self.streams.x
+        self.vocabulary_logits = torch.zeros(self.num_logits, shape.vocabulary, device=device)
+        self.sampled = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
+        self.alive = ints(num_rows).fill_(1)
         pinned = self.device.type == "cuda"
         scale_bytes = 4 * -(-c.engram_width // 128)  # a whole number of scale words
         self.host_rows = {
@@ -161,10 +217,21 @@ class DecodeStep:
         self.engram_projected = bf16(num_rows, (c.hc_mult + 1) * width)
         self._side = torch.cuda.Stream() if pinned else None
 
+    @property
+    def attended(self) -> Tensor:
+        """bf16 [T, M]: what attention gives to the stream, until the next product."""
+        return linear.summed(self._attended_parts)
+
     def run(self, watch: Watch | None = None) -> None:
         """Launch the step. `watch` is told the name of each stage after its launches; it may look at the buffers."""
         seen = watch or (lambda name: None)
-        c, b, work, bit_ops = self.config, self.streams, self.work, self.bit_ops
+        self.run_layers(seen)
+        self.run_head()
+        seen("head")
+
+    def run_layers(self, seen: Watch = lambda name: None) -> None:
+        """All but the logits."""
+        c, b, bit_ops = self.config, self.streams, self.bit_ops
         self._begin()
         seen("embed")
         pending: Tensor | None = None  # the experts' outputs, not yet in the stream
@@ -192,7 +259,7 @@ class DecodeStep:
             self._finish(layer.attention)
             seen(f"{plan.index}.attention_in")
             self._attention(layer, seen)
-            hyper.mix(b, layer.ffn.weight, output=self.attended, bit_ops=bit_ops)
+            hyper.mix(b, layer.ffn.weight, output=self._attended_parts, bit_ops=bit_ops)
             self._finish(layer.ffn)
             seen(f"{plan.index}.ffn_in")
             self._experts(layer, seen)
@@ -207,12 +274,16 @@ class DecodeStep:
             bit_ops=bit_ops,
         )
         self._finish(MixWeights(last.weight, last.scale, last.base, self.norm))
+
+    def run_head(self) -> None:
+        """Logits of the rows `logit_rows`; what the layers have left of the others stays."""
+        if self.long:
+            torch.index_select(self.streams.x, 0, self.logit_rows, out=self.wanted)
+        splits = linear.num_splits(len(self.head), self.config.hidden_size // 64, self.num_logits)
         linear.bf16_linear(
-            b.x, self.head, self.vocabulary_logits, work,
-            splits=linear.num_splits(len(self.head), c.hidden_size // 64, 1), bit_ops=bit_ops,
-        )  # fmt: skip
+            self.wanted, self.head, self.vocabulary_logits, self.work, splits=splits, bit_ops=self.bit_ops
+        )
         torch.argmax(self.vocabulary_logits, 1, out=self.sampled)
-        seen("head")
 
     def _begin(self) -> None:
         b = self.streams
@@ -220,8 +291,11 @@ class DecodeStep:
             for target, source in zip(self.engram_rows[layer], rows, strict=True):
                 target.view(torch.uint8).copy_(source, non_blocking=True)
         rope_kernel[(self.num_rows,)](
-            self.positions, *self.frequencies, self.rope, self.num_rows, num_warps=1
-        )
+            self.positions, *self.frequencies, self.rope, self.num_rows, PAIRS=self.rope.shape[-1],
+            num_warps=1,
+        )  # fmt: skip
+        where = (self.slots, self.positions, self.pages.window_table)
+        attention.locate_window(where, self.window_records, block_size=self.pages.block_size)
         b.stream.copy_(self.embedding.index_select(0, self.ids)[:, None].expand_as(b.stream))
         b.pre.zero_()
         b.pre[:, 0].fill_(1.0)
@@ -245,12 +319,13 @@ class DecodeStep:
         return cos, sin
 
     def _fp8(
-        self, x: Tensor, scales: Tensor, weight: Fp8Tiles, out: Tensor, plan: LayerPlan, period: int = 0
-    ) -> None:
+        self, x: Tensor, scales: Tensor, weight: Fp8Tiles, out: Tensor, plan: LayerPlan, head: int = 0,
+        *, unsummed: bool = False,
+    ) -> Tensor:  # fmt: skip
         tiles, blocks = -(-weight.num_rows // 128), -(-weight.num_columns // 128)
-        linear.fp8_linear(
-            x, scales, weight, out, self.work, splits=linear.num_splits(tiles, blocks),
-            rope=self._rope(plan), rope_period=period, bit_ops=self.bit_ops,
+        return linear.fp8_linear(
+            x, scales, weight, out, self.work, splits=linear.num_splits(tiles, blocks, self.num_rows),
+            rope=self._rope(plan), rope_head=head, bit_ops=self.bit_ops, unsummed=unsummed,
         )  # fmt: skip
 
     def _engram(self, layer: LayerWeights) -> None:
@@ -277,32 +352,33 @@ class DecodeStep:
         seen(f"{plan.index}.latents")
         extra = self.extra[: self.num_rows * layer.num_extra].view(self.num_rows, -1)
         if layer.extra is not None:
-            splits = linear.num_splits(len(layer.extra), c.hidden_size // 64)
+            splits = linear.num_splits(len(layer.extra), c.hidden_size // 64, self.num_rows)
             linear.bf16_linear(b.x, layer.extra, extra, self.work, splits=splits, bit_ops=bit_ops)
         if plan.is_kv_source:
             self._compress(layer, extra)
             seen(f"{plan.index}.entries")
-        self._fp8(self.low_rank, self.low_rank_scales, layer.wq_b, self.query, plan, c.head_dim // 128)
+        self._fp8(self.low_rank, self.low_rank_scales, layer.wq_b, self.query, plan, c.head_dim)
         seen(f"{plan.index}.query")
         if plan.is_index_source:
             self._pick(layer, extra[:, layer.num_extra - c.index_n_heads :])
             seen(f"{plan.index}.picks")
         buffers = self.attention[0 if plan.kv_source is None else c.index_topk]
-        source, picks = pages.windows[plan.index], self.slots
+        entries, picked = None, None
         if plan.kv_source is not None and plan.index_source is not None:
-            source, picks = pages.entries[plan.kv_source], self.picks[plan.index_source]
+            entries, picked = pages.entries[plan.kv_source], self.entry_records[plan.index_source]
         attention.attend(
-            self.query, pages.windows[plan.index], source, picks,
-            (*where, pages.window_table, pages.entry_table), layer.sink, rope, buffers,
-            block_size=pages.block_size, ratio=plan.compress_ratio, bit_ops=bit_ops,
+            self.query, pages.windows[plan.index], entries, (self.window_records, picked), layer.sink, rope,
+            buffers, bit_ops=bit_ops,
         )  # fmt: skip
         seen(f"{plan.index}.core")
         grouped = layer.wo_a.num_columns // 128
         linear.grouped_linear(
             buffers.out, layer.wo_a, self.grouped, self.grouped_scales, self.work, groups=self.shape.groups,
-            splits=linear.num_splits(layer.wo_a.num_rows // 128, grouped), bit_ops=bit_ops,
+            splits=linear.num_splits(layer.wo_a.num_rows // 128, grouped, self.num_rows), bit_ops=bit_ops,
         )  # fmt: skip
-        self._fp8(self.grouped, self.grouped_scales, layer.wo_b, self.attended, plan)
+        self._attended_parts = self._fp8(
+            self.grouped, self.grouped_scales, layer.wo_b, self._attended, plan, unsummed=True
+        )
         seen(f"{plan.index}.attention_out")
 
     def _compress(self, layer: LayerWeights, extra: Tensor) -> None:
@@ -312,12 +388,14 @@ class DecodeStep:
         assert layer.key_norm is not None
         ratio, source = plan.compress_ratio, plan.index
         cos, sin = self.rope[1 if ratio == 1 else 2]
-        where = (self.slots, self.positions, pages.entry_table)
+        where = (self.entry_slots, self.positions, pages.entry_table)
         compress.pool(
             extra, pages.open_rows[source] if ratio > 1 else extra, layer.entry_norm, (cos, sin), where,
             pages.entries[source], self.latents, ratio=ratio, num_open=pages.num_open,
-            block_size=pages.block_size, eps=c.rms_norm_eps, bit_ops=self.bit_ops,
+            block_size=pages.block_size, eps=c.rms_norm_eps, bit_ops=self.bit_ops, keeps=not self.long,
         )  # fmt: skip
+        if self.long and ratio > 1:  # after all have read what earlier steps left there
+            pages.open_rows[source].index_copy_(0, self.kept_at, extra[:, : 2 * c.head_dim])
         linear.bf16_linear(self.latents, layer.wk, self.keys, self.work, splits=1, bit_ops=self.bit_ops)
         compress.write_keys(
             self.keys, layer.key_norm, (cos, sin), where, pages.index_keys[source], ratio=ratio,
@@ -328,17 +406,24 @@ class DecodeStep:
         c, pages, plan = self.config, self.pages, layer.plan
         assert layer.index_wq_b is not None
         assert plan.kv_source is not None
-        self._fp8(self.low_rank, self.low_rank_scales, layer.index_wq_b, self.index_query, plan, 1)
+        where = (self.slots, self.positions, pages.entry_table)
+        self._fp8(
+            self.low_rank, self.low_rank_scales, layer.index_wq_b, self.index_query, plan, c.index_head_dim
+        )
         indexer.score(
-            self.index_query, weights, pages.index_keys[plan.kv_source],
-            (self.slots, self.positions, pages.entry_table), self.scores, num_picks=c.index_topk,
+            self.index_query, weights, pages.index_keys[plan.kv_source], where, self.scores, num_picks=c.index_topk,
             weight_scale=c.index_head_dim**-0.5 * c.index_n_heads**-0.5, ratio=plan.compress_ratio,
             block_size=pages.block_size, bit_ops=self.bit_ops,
             among=self.candidates if plan.uses_candidates else None,
         )  # fmt: skip
         if plan.is_candidate_source:
-            indexer.narrow(self.scores, self.positions, self.candidates, ratio=plan.compress_ratio)
-        indexer.select(self.scores, self.positions, self.picks[plan.index], ratio=plan.compress_ratio)
+            indexer.narrow(
+                self.scores, where, self.candidates, ratio=plan.compress_ratio, block_size=pages.block_size
+            )
+        topk.select(
+            self.scores, where, self.picks[plan.index], self.choice, self.entry_records[plan.index],
+            ratio=plan.compress_ratio, block_size=pages.block_size,
+        )  # fmt: skip
 
     def _experts(self, layer: LayerWeights, seen: Watch) -> None:
         c, b, e, bit_ops = self.config, self.streams, self.experts, self.bit_ops
@@ -348,22 +433,20 @@ class DecodeStep:
                 b.codes, b.scales, layer.shared_w13, self.shared, c.swiglu_limit, bit_ops=bit_ops
             )
             experts.shared_down(layer.shared_w2, self.shared, bit_ops=bit_ops)
-        splits = linear.num_splits(len(layer.router), c.hidden_size // 64)
+        splits = linear.num_splits(len(layer.router), c.hidden_size // 64, self.num_rows)
         linear.bf16_linear(b.x, layer.router, self.logits, self.work, splits=splits, bit_ops=bit_ops)
         routing.choose(
-            self.logits,
-            layer.bias,
-            self.chosen,
-            self.route_weights,
-            e.num_items,
-            scaling=c.routed_scaling_factor,
-        )
-        experts.list_items(self.chosen, e)
+            self.logits, layer.bias, self.chosen, self.route_weights, e, scaling=c.routed_scaling_factor,
+            first_expert=self.shape.expert_ids.start,
+        )  # fmt: skip
+        if self.is_sharded:  # the choices that are another rank's add nothing here
+            e.outputs.zero_()
         seen(f"{layer.plan.index}.route")
-        experts.routed_up(
-            b.codes, b.scales, layer.w13, self.route_weights, e, c.swiglu_limit, bit_ops=bit_ops
-        )
-        experts.routed_down(layer.w2, e, bit_ops=bit_ops)
+        if self.shape.expert_ids:
+            experts.routed_up(
+                b.codes, b.scales, layer.w13, self.route_weights, e, c.swiglu_limit, bit_ops=bit_ops
+            )
+            experts.routed_down(layer.w2, e, bit_ops=bit_ops)
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
         seen(f"{layer.plan.index}.experts")
@@ -390,25 +473,27 @@ def rope_tables(config: ModelConfig) -> tuple[RopeTable, RopeTable]:
     return RopeTable.local(config.qk_rope_head_dim, config.rope_theta), yarn
 
 
-def _most_partials(shape: RankShape, padded: int) -> int:
+def _most_partials(shape: Shape, num_rows: int, num_logits: int) -> int:
     """Floats of the largest split sum of the projections of a step."""
     c = shape.config
+    grouped = shape.groups * shape.group_rank
     sizes = [
-        (c.q_lora_rank + c.head_dim, c.hidden_size, 128),
-        (shape.heads * c.head_dim, c.q_lora_rank, 128),
-        (shape.groups * c.o_lora_rank, shape.heads // shape.groups * c.head_dim, 128),
-        (c.hidden_size, shape.groups * c.o_lora_rank, 128),
-        (c.index_n_heads * c.index_head_dim, c.q_lora_rank, 128),
-        ((c.hc_mult + 1) * c.hidden_size, c.engram_width, 128),
-        (2 * c.head_dim + c.index_n_heads, c.hidden_size, 64),
-        (c.n_routed_experts, c.hidden_size, 64),
-        (shape.vocabulary, c.hidden_size, 64),
+        (c.q_lora_rank + c.head_dim, c.hidden_size, 128, num_rows),
+        (shape.heads * c.head_dim, c.q_lora_rank, 128, num_rows),
+        (grouped, shape.heads // shape.groups * c.head_dim, 128, num_rows),
+        (c.hidden_size, grouped, 128, num_rows),
+        (c.index_n_heads * c.index_head_dim, c.q_lora_rank, 128, num_rows),
+        ((c.hc_mult + 1) * c.hidden_size, c.engram_width, 128, num_rows),
+        (2 * c.head_dim + c.index_n_heads, c.hidden_size, 64, num_rows),
+        (c.n_routed_experts, c.hidden_size, 64, num_rows),
+        (shape.vocabulary, c.hidden_size, 64, num_logits),
     ]
     most = 0
-    for rows, columns, tile in sizes:
+    for rows, columns, tile, count in sizes:
         tiles = -(-rows // tile)
-        splits = linear.num_splits(tiles, -(-columns // tile))
-        most = max(most, splits * tiles * tile * padded)
+        splits = linear.num_splits(tiles, -(-columns // tile), count)
+        if splits > 1:
+            most = max(most, splits * tiles * tile * linear.padded_rows(count))
     return most
 
 
@@ -425,19 +510,22 @@ def make_pages(
     order = torch.randperm(num_slots * blocks, generator=generator).to(torch.int32) + 1
     window_order = torch.randperm(num_slots * kept, generator=generator).to(torch.int32) + 1
     window_table = window_order.view(num_slots, kept)[:, torch.arange(blocks) % kept]
+
+    def records(rows: int, num_bytes: int) -> Tensor:
+        return torch.zeros(rows, num_bytes, dtype=torch.uint8, device=device)
+
     entries, keys, open_rows = {}, {}, {}
     num_open = 2 + config.dspark_block_size
     for source in config.kv_source_layer_ids:
         ratio = config.compress_ratios[source]
         rows = (num_slots * blocks + 1) * (block_size // ratio)
-        entries[source] = torch.zeros(rows, 288, dtype=torch.uint8, device=device)
-        keys[source] = torch.zeros(rows, 68, dtype=torch.uint8, device=device)
+        entries[source] = records(rows, ENTRY.row_bytes(config.head_dim))
+        keys[source] = records(rows, INDEX_KEY.row_bytes(config.index_head_dim))
         if ratio > 1:
-            open_rows[source] = torch.zeros(num_slots * num_open, 1024, device=device)
+            open_rows[source] = torch.zeros(num_slots * num_open, 2 * config.head_dim, device=device)
     window_rows = (num_slots * kept + 1) * block_size
     windows = [
-        torch.zeros(window_rows, 528, dtype=torch.uint8, device=device)
-        for _ in range(config.num_hidden_layers)
+        records(window_rows, WINDOW.row_bytes(config.head_dim)) for _ in range(config.num_hidden_layers)
     ]
     return Pages(
         windows,
@@ -451,4 +539,4 @@ def make_pages(
     )
 
 
-__all__ = ["DecodeStep", "Pages", "make_pages", "rope_kernel", "rope_tables"]
+__all__ = ["DECODE_LOGITS", "DecodeStep", "Pages", "make_pages", "rope_kernel", "rope_tables"]

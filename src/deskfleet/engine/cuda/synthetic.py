@@ -154,8 +154,16 @@ class RankShape:
         return self.config.o_groups // self.tp_size
 
     @property
+    def group_rank(self) -> int:
+        return self.config.o_lora_rank
+
+    @property
     def vocabulary(self) -> int:
         return self.config.vocab_size // self.tp_size
+
+    @property
+    def expert_ids(self) -> range:
+        return range(self.config.n_routed_experts)
 
 
 def make_layer(shape: RankShape, plan: LayerPlan, rank: int, device: torch.device | str) -> LayerWeights:

@@ -24,8 +24,17 @@ SECOND_CODES = (
 )
 """The same of the second codes."""
 
+_SELECT = "lop3.b32 sign, sign, value, 0x80008000, 0xe4; and.b32 sign, sign, 0x87f087f0;"
+_SCALE = "mov.b32 value, 0x7b807b80; mul.rn.bf16x2 $0, sign, value;"
+LOW_CODES = f"{{ .reg .b32 sign, value; shl.b32 sign, $1, 8; shl.b32 value, $1, 4; {_SELECT} {_SCALE} }}"
+HIGH_CODES = f"{{ .reg .b32 sign, value; mov.b32 sign, $1; shr.b32 value, $1, 4; {_SELECT} {_SCALE} }}"
+"""E4M3 codes in the low or high bytes of two words as bf16: their bits in place are the value times 2**-120, and the
+product with 2**120 is exact."""
+
 _FIRST = tl.constexpr(FIRST_CODES)
 _SECOND = tl.constexpr(SECOND_CODES)
+_LOW = tl.constexpr(LOW_CODES)
+_HIGH = tl.constexpr(HIGH_CODES)
 
 
 @triton.jit
@@ -49,25 +58,154 @@ def second_codes(packed, BIT_OPS: tl.constexpr):
 
 
 @triton.jit
-def scale_of(words, INDEX: tl.constexpr):
-    """Scale `INDEX` of four in int32 words -> float32 2**(byte - 127); a zero byte gives 0."""
-    if INDEX == 3:
-        bits = (words >> 1) & 0x7F800000
+def widened(words, HIGH: tl.constexpr, BIT_OPS: tl.constexpr):
+    """int16 words of two E4M3 codes -> values of one, bf16 (float32 in the interpreter: it multiplies no bf16)."""
+    if BIT_OPS:
+        wide = words.to(tl.int32)
+        if HIGH:
+            wide = wide >> 8
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    elif HIGH:
+        return tl.inline_asm_elementwise(_HIGH, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        bits = (words << (23 - 8 * INDEX)) & 0x7F800000
-    return bits.to(tl.float32, bitcast=True)
+        return tl.inline_asm_elementwise(_LOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
-def scaled_dot(acc, weights, x, weight_scales, x_scales, INDEX: tl.constexpr):
-    """acc [N, M] += weights [N, 32] · x [32, M], times both scales of group INDEX."""
-    scales = scale_of(weight_scales, INDEX)[:, None] * scale_of(x_scales, INDEX)[None, :]
-    return acc + tl.dot(weights, x) * scales
+def scales_at(words, index):
+    """Scale `index` of four in int32 words, of one shape -> float32 2**(byte - 127); a zero byte gives 0."""
+    return (((words >> (8 * index)) & 0xFF) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def repeated(values, BM: tl.constexpr, GROUPS: tl.constexpr):
+    """[BM] -> [GROUPS * BM]."""
+    return tl.reshape(tl.broadcast_to(values[None, :], (GROUPS, BM)), (GROUPS * BM,))
+
+
+@triton.jit
+def operands(
+    codes,
+    scales,
+    x,
+    x_scales,
+    tile,
+    block,
+    rows,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FORM: tl.constexpr,
+    BM: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Where `add_block` finds block `block` of 128 columns of tile `tile` of a weight and of rows int32 [BM] of x.
+
+    codes and scales of one matrix of K columns as Fp4Tiles ("fp4"), Fp8Tiles ("fp8") or paired Fp8Tiles ("wide"); x
+    float8e4nv [T, STRIDE] with x_scales int32 [T, ceil(K/128)], for "wide" bf16 without scales.
+    Returns pointers (codes, scales, x, x_scales).
+    """
+    WORDS: tl.constexpr = (K + 127) // 128
+    IS_PAIRED: tl.constexpr = FORM != "fp8"
+    row = tl.arange(0, 128)
+    column = tl.arange(0, 64 if IS_PAIRED and GROUPS == 4 else 32 * GROUPS)
+    group = column // 32
+    x_rows = repeated(rows, BM, GROUPS)
+    code_at = codes + row[:, None] * 32 + group[None, :] * 4096 + (column % 32)[None, :]
+    x_at = x + x_rows[None, :] * STRIDE + block * 128
+    if IS_PAIRED:
+        code_at += (tile * (K // 64) + block * 2) * 4096
+        x_at += (group * 64 + column % 32)[:, None]
+    else:
+        code_at += (tile * (K // 32) + block * 4) * 4096
+        x_at += column[:, None]
+    if FORM == "fp4":
+        scale_at = scales + (tile * WORDS + block) * 128 + row
+    else:
+        scale_at = scales + (tile * 4 + tl.arange(0, 4)) * WORDS + block  # one for 32 rows
+    return code_at, scale_at, x_at, x_scales + x_rows * WORDS + block
+
+
+@triton.jit
+def decoded(elements, SECOND: tl.constexpr, FORM: tl.constexpr, BIT_OPS: tl.constexpr):
+    """One of the two codes of stored elements, or the only one."""
+    if FORM == "wide":
+        return widened(elements, SECOND, BIT_OPS)
+    elif FORM == "fp8":
+        return elements
+    elif SECOND:
+        return second_codes(elements, BIT_OPS)
+    else:
+        return first_codes(elements, BIT_OPS)
+
+
+@triton.jit
+def add_block(
+    acc,
+    at,
+    block,
+    live,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    BM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIT_OPS: tl.constexpr,
+):
+    """acc float32 [128, GROUPS * BM] += the product of block `block` of 128 columns; `at` of `operands`.
+
+    A dot takes GROUPS scale groups of 32 columns and keeps them apart: its x has BM columns for each, which are zero in
+    the rows of the others. Rows of x that are not `live` [BM] count as zero. For "fp4" the result is 2**-6 times the
+    product.
+    """
+    code_at, scale_at, x_at, x_scale_at = at
+    HALVES: tl.constexpr = 1 if FORM == "fp8" else 2
+    PLANES: tl.constexpr = 2 if HALVES == 2 and GROUPS == 4 else GROUPS  # of 32 stored columns
+    own = tl.arange(0, GROUPS * BM) // BM
+    plane = tl.arange(0, 32 * PLANES) // 32
+    x_live = repeated(live, BM, GROUPS)
+    words = tl.load(scale_at)
+    if FORM != "fp4":
+        words = tl.reshape(tl.broadcast_to(words[:, None], (4, 32)), (128,))
+    if FORM != "wide":
+        x_words = tl.load(x_scale_at, mask=x_live, other=0)
+    for number in tl.static_range(4 // HALVES // PLANES):
+        exists = (block * (4 // HALVES) + number * PLANES + plane) * (32 * HALVES) < K
+        elements = load_codes(code_at + number * PLANES * 4096, exists, K)
+        for half in tl.static_range(HALVES):
+            weights = decoded(elements, half == 1, FORM, BIT_OPS)
+            # Of GROUPS == 4 both halves add to the same result, otherwise each has its own groups.
+            if GROUPS == 4:
+                index = own
+                mine = (plane * HALVES + half)[:, None] == own[None, :]
+            else:
+                index = (number * PLANES + own) * HALVES + half
+                mine = plane[:, None] == own[None, :]
+            mask = x_live[None, :] & exists[:, None] & mine
+            x_part = tl.load(x_at + (number * PLANES * 32 * HALVES + half * 32), mask=mask, other=0.0)
+            if FORM == "wide" and BIT_OPS:
+                x_part = x_part.to(tl.float32)
+            if GROUPS < 4 or half == 0:
+                product = tl.zeros((128, GROUPS * BM), tl.float32)
+            product = tl.dot(weights, x_part, product)
+            if GROUPS < 4 or half == HALVES - 1:
+                factor = scales_at(words[:, None], index[None, :])
+                if FORM != "wide":
+                    factor *= scales_at(x_words, index)[None, :]
+                acc += product * factor
+    return acc
+
+
+@triton.jit
+def of_all_groups(acc, BM: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums of `add_block` [128, GROUPS * BM] -> [128, BM]."""
+    if GROUPS == 1:
+        return acc
+    else:
+        return tl.sum(tl.reshape(acc, (128, GROUPS, BM)), 1)
 
 
 @triton.jit
 def accumulate(
-    acc,
     codes,
     scales,
     x,
@@ -78,82 +216,36 @@ def accumulate(
     begin,
     end,
     K: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    BN: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FORM: tl.constexpr,
+    BM: tl.constexpr,
+    GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """acc float32 [BN, M] += tile `tile` of a weight times rows of x, over blocks begin..end of 128 columns.
-
-    codes and scales as Fp4Tiles or Fp8Tiles of one matrix; x float8e4nv [T, K] with x_scales int32 [T, ceil(K/128)];
-    rows int32 [M], those not `live` count as zero. With BN 64 tile is counted in halves of a packed tile. For FP4 the
-    result is 2**-6 times the product.
-    """
-    row = tl.arange(0, BN)
-    column = tl.arange(0, 32)
-    x_at = x + rows[None, :] * K + column[:, None] + begin * 128
-    x_scale_at = x_scales + rows * ((K + 127) // 128) + begin
-    packed_tile = tile * BN // 128
-    inside = tile * BN % 128 + row
-    if IS_FP4:
-        code_at = (
-            codes + (packed_tile * (K // 64) + begin * 2) * 4096 + inside[:, None] * 32 + column[None, :]
-        )
-        scale_at = scales + (packed_tile * ((K + 127) // 128) + begin) * 128 + inside
-    else:
-        code_at = (
-            codes + (packed_tile * (K // 32) + begin * 4) * 4096 + inside[:, None] * 32 + column[None, :]
-        )
-        scale_at = scales + (tile * BN + row) // 32 * ((K + 127) // 128) + begin
+    """Tile `tile` of a weight times rows of x, over blocks begin..end of 128 columns -> float32 [128, BM]; arguments as
+    of `operands` and `add_block`."""
+    code_at, scale_at, x_at, x_scale_at = operands(
+        codes, scales, x, x_scales, tile, begin, rows, K, STRIDE, FORM, BM, GROUPS
+    )
+    acc = tl.zeros((128, GROUPS * BM), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
-        weight_words = tl.load(scale_at)
-        x_words = tl.load(x_scale_at, mask=live, other=0)
-        # The last block is a partial one where 128 does not divide K; columns beyond K are neither read nor counted.
-        if IS_FP4:
-            plane = tl.load(code_at)
-            acc = scaled_dot(
-                acc, first_codes(plane, BIT_OPS), tl.load(x_at, mask=live[None, :], other=0.0),
-                weight_words, x_words, 0,
-            )  # fmt: skip
-            acc = scaled_dot(
-                acc, second_codes(plane, BIT_OPS), tl.load(x_at + 32, mask=live[None, :], other=0.0),
-                weight_words, x_words, 1,
-            )  # fmt: skip
-            if K % 128 == 0:
-                plane = tl.load(code_at + 4096)
-                inner = live
-            else:
-                inner = live & (block * 128 + 64 < K)
-                plane = tl.load(code_at + 4096, mask=(row[:, None] >= 0) & (block * 128 + 64 < K), other=0)
-            acc = scaled_dot(
-                acc, first_codes(plane, BIT_OPS), tl.load(x_at + 64, mask=inner[None, :], other=0.0),
-                weight_words, x_words, 2,
-            )  # fmt: skip
-            acc = scaled_dot(
-                acc, second_codes(plane, BIT_OPS), tl.load(x_at + 96, mask=inner[None, :], other=0.0),
-                weight_words, x_words, 3,
-            )  # fmt: skip
-            code_at += 2 * 4096
-            scale_at += 128
-        else:
-            for group in tl.static_range(4):
-                if K % 128 == 0:
-                    weights = tl.load(code_at + group * 4096)
-                    inner = live
-                else:
-                    inner = live & (block * 128 + group * 32 < K)
-                    weights = tl.load(
-                        code_at + group * 4096,
-                        mask=(row[:, None] >= 0) & (block * 128 + group * 32 < K),
-                        other=0.0,
-                    )
-                x_group = tl.load(x_at + group * 32, mask=inner[None, :], other=0.0)
-                acc = scaled_dot(acc, weights, x_group, weight_words, x_words, group)
-            code_at += 4 * 4096
-            scale_at += 1
+        at = (code_at, scale_at, x_at, x_scale_at)
+        acc = add_block(acc, at, block, live, K, FORM, BM, GROUPS, BIT_OPS)
+        code_at += (4 if FORM == "fp8" else 2) * 4096
+        scale_at += 128 if FORM == "fp4" else 1
         x_at += 128
         x_scale_at += 1
-    return acc
+    return of_all_groups(acc, BM, GROUPS)
+
+
+@triton.jit
+def load_codes(at, exists, K: tl.constexpr):
+    """Codes [128, columns]; where 128 does not divide K, the last block is a partial one, and its rest is zero."""
+    if K % 128 == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=exists[None, :], other=0.0)
 
 
 @triton.jit
@@ -214,17 +306,34 @@ def sum_of_splits(acc, partials, place, counter, SPLITS: tl.constexpr, SIZE: tl.
     return acc, is_last
 
 
+@triton.jit
+def load_parts(at, stride, mask, PARTS: tl.constexpr, BIT_OPS: tl.constexpr):
+    """Sum of PARTS float32 parts that lie `stride` apart, rounded to bf16; of one, what lies at `at`. float32."""
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * stride, mask=mask, other=0.0)
+    if PARTS > 1:
+        total = to_bf16(total, BIT_OPS).to(tl.float32)
+    return total
+
+
 __all__ = [
     "FIRST_CODES",
+    "HIGH_CODES",
+    "LOW_CODES",
     "SECOND_CODES",
     "accumulate",
+    "add_block",
     "first_codes",
     "fp8_codes",
     "fp8_scale",
-    "scale_of",
-    "scaled_dot",
+    "load_parts",
+    "of_all_groups",
+    "operands",
+    "scales_at",
     "second_codes",
     "sum_of_splits",
     "to_bf16",
     "to_fp8",
+    "widened",
 ]

@@ -98,10 +98,13 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was asked for, what answers, and with which instructions, or why not natively."""
+    """What was asked for, what answers, and with which instructions, or why not natively.
 
-    asked: OperatorChoice
-    got: Literal["native", "reference"]
+    On a GPU "cuda" is asked for, and kernels in "triton" answer (engine/backends.py).
+    """
+
+    asked: OperatorChoice | Literal["cuda"]
+    got: Literal["native", "reference", "triton"]
     detail: str
 
     def __str__(self) -> str:

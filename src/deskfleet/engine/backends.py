@@ -1,0 +1,260 @@
+"""Who computes a rank's passes, by device: one table. Owns what a pass is made of there; knows nothing of lockstep.
+
+cpu          the model of engine/model over the operators of engine/ops, all of it
+cuda         the kernels of engine/cuda; Engram rows, sampling and grammars stay on the host
+interpreter  the same kernels in Triton's interpreter, for tests where there is no GPU; no user can ask for it
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from deskfleet.engine import ops
+from deskfleet.engine.batch import BatchBuilder, Segment
+from deskfleet.engine.cache import PagedCache
+from deskfleet.engine.distributed import Communicator
+from deskfleet.engine.model.draft import DraftModel
+from deskfleet.engine.model.engram import Tables
+from deskfleet.engine.model.v41 import V41Model
+from deskfleet.engine.model.vision import VisionTower
+from deskfleet.engine.tables import BlockTables, TableUpdate
+from deskfleet.engine.weights import ShardReader
+from deskfleet.errors import EngineError
+from deskfleet.model.cache_formats import CacheFormats
+from deskfleet.model.limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, OperatorChoice, RunnerLimits
+from deskfleet.model.packs import PackedTables
+
+if TYPE_CHECKING:  # needs Triton, which not every torch brings
+    from deskfleet.engine.cuda.model import CudaModel
+
+_LEAST_CAPABILITY = (8, 9)  # FP8 in the tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How a device is used. `max_step_tokens`: of all requests of one step; `graphs`: captured, not launched one by
+    one."""
+
+    max_step_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a backend is made of. `dcp` are those ranks of `comm` that share out the global cache."""
+
+    reader: ShardReader
+    comm: Communicator
+    dcp: Communicator
+    limits: RunnerLimits
+    tables: BlockTables
+    builder: BatchBuilder
+    pack: PackedTables | None
+    with_drafts: bool
+    device: DeviceOptions
+
+
+class Backend(Protocol):
+    """A loaded rank on one kind of device."""
+
+    drafts: DraftModel | None
+    vision: VisionTower | None
+
+    @property
+    def engram_tables(self) -> Tables: ...
+
+    @property
+    def num_layers_run(self) -> int:
+        """By all passes so far, and the one under way."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the pages."""
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        logit_rows: Sequence[int],
+        image_rows: Tensor | None,
+        updates: Sequence[TableUpdate],
+    ) -> Tensor:
+        """One pass, after `updates`, which the tables have taken over. Logits float32 [R, V] on the host."""
+
+    def close(self) -> None:
+        """Close files."""
+
+
+class CpuBackend:
+    """Every operator on the CPU."""
+
+    def __init__(self, parts: Parts) -> None:
+        reader, limits = parts.reader, parts.limits
+        config = reader.plan.config
+        self._parts = parts
+        self.model = V41Model(reader, parts.comm, parts.dcp, parts.pack)
+        self.drafts: DraftModel | None = None
+        if parts.with_drafts:
+            self.drafts = DraftModel(reader, parts.comm, self.model.vocabulary)
+        # Only rank 0 encodes images: the others receive the rows, so that all continue from the same bits.
+        self.vision: VisionTower | None = None
+        if config.vision and parts.comm.rank == 0:
+            self.vision = VisionTower(config.vision, reader)
+        self.cache = PagedCache(
+            CacheFormats(config, limits.block_size, with_drafts=parts.with_drafts),
+            num_slots=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            num_window_blocks=limits.num_window_blocks,
+            dcp_size=parts.dcp.size,
+        )
+
+    @property
+    def engram_tables(self) -> Tables:
+        return self.model.tables
+
+    @property
+    def num_layers_run(self) -> int:
+        return self.model.num_layers_run
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        logit_rows: Sequence[int],
+        image_rows: Tensor | None,
+        updates: Sequence[TableUpdate],
+    ) -> Tensor:
+        batch = self._parts.builder.build(segments, image_rows)
+        output = self.model.forward(batch, self.cache)
+        if self.drafts is not None:
+            self.drafts.commit(output.taps, output.batch, self.cache)
+        if not logit_rows:
+            return torch.empty(0, self.model.config.vocab_size)
+        rows = torch.tensor(logit_rows)
+        if batch.tail is not None:
+            rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
+        return self.model.logits(output.hidden[rows])
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class CudaBackend:
+    """The kernels of engine/cuda on `device`; whatever they do not do is refused before (model/device.py)."""
+
+    def __init__(self, parts: Parts, device: torch.device, *, bit_ops: bool) -> None:
+        if parts.comm.size > 1 or parts.with_drafts or parts.limits.decoder_replay:
+            raise EngineError("a GPU runs one rank, without drafts and without decoder replay")
+        from deskfleet.engine.cuda.model import CudaModel
+
+        self._parts = parts
+        self.drafts: DraftModel | None = None
+        self.vision: VisionTower | None = None
+        self.model: CudaModel = CudaModel(
+            parts.reader,
+            parts.comm,
+            parts.limits,
+            device=device,
+            max_step_tokens=parts.device.max_step_tokens,
+            graphs=parts.device.graphs,
+            bit_ops=bit_ops,
+            pack=parts.pack,
+        )
+
+    @property
+    def engram_tables(self) -> Tables:
+        return self.model.tables
+
+    @property
+    def num_layers_run(self) -> int:
+        return self.model.num_layers_run
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.model.pages.nbytes
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        logit_rows: Sequence[int],
+        image_rows: Tensor | None,
+        updates: Sequence[TableUpdate],
+    ) -> Tensor:
+        if image_rows is not None:
+            raise EngineError("images are not computed on a GPU yet")
+        return self.model.run(self._parts.builder, self._parts.tables, segments, logit_rows, updates)
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def _cuda(parts: Parts) -> CudaBackend:
+    open_device()
+    return CudaBackend(parts, torch.device("cuda", torch.cuda.current_device()), bit_ops=False)
+
+
+def _interpreter(parts: Parts) -> CudaBackend:
+    return CudaBackend(parts, torch.device("cpu"), bit_ops=True)
+
+
+BACKENDS: Mapping[str, Callable[[Parts], Backend]] = {
+    "cpu": CpuBackend,
+    "cuda": _cuda,
+    "interpreter": _interpreter,
+}
+
+
+def open_device() -> str:
+    """Say which GPU there is and with what it is driven. Raises EngineError where there is none that will do."""
+    if not torch.cuda.is_available():
+        built = "has no CUDA in it" if torch.version.cuda is None else "finds no GPU"
+        raise EngineError(
+            f"device cuda: torch {torch.__version__} {built}",
+            hint="install a CUDA build of torch on a machine with an NVIDIA GPU, or serve with --device cpu",
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise EngineError(
+            "device cuda: Triton is not installed, which the kernels are written in",
+            hint="CUDA builds of torch for Linux bring it; pip install triton, or serve with --device cpu",
+        )
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (properties.major, properties.minor) < _LEAST_CAPABILITY:
+        raise EngineError(
+            f"device cuda: {properties.name} has compute capability {properties.major}.{properties.minor}, "
+            f"and the kernels need {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}",
+            hint="serve with --device cpu",
+        )
+    import triton
+
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"CUDA {torch.version.cuda}, Triton {triton.__version__}"
+    )
+
+
+def select(device: str, operators: OperatorChoice) -> ops.Selection:
+    """Choose who computes on `device`, for the whole process. Raises EngineError when it cannot be had."""
+    if device == "cuda":
+        detail = "layers and head in kernels on {}; Engram rows, sampling and grammars on the host"
+        return ops.Selection("cuda", "triton", detail.format(open_device()))
+    return ops.select(operators)
+
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "CpuBackend",
+    "CudaBackend",
+    "DeviceOptions",
+    "Parts",
+    "open_device",
+    "select",
+]
