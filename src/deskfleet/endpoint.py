@@ -44,7 +44,8 @@ class SamplingParams:
     """How one request picks its tokens.
 
     temperature 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` None means an
-    unrepeatable one. `logprobs` None means none; n means the chosen token plus the n most likely.
+    unrepeatable one. `logprobs` None means none; n means the chosen token plus the n most likely. `prompt_logprobs` is
+    the same for the tokens of the prompt, of which then nothing is taken from a cache.
 
     Penalties are those of vLLM: `repetition_penalty` divides positive and multiplies other logits of tokens in
     prompt or output (1 is off); `presence_penalty` and `frequency_penalty` are subtracted, the one once and the
@@ -68,6 +69,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     thinking_budget: int | None = None
     constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,12 @@ class TokenChunk:
     """What one engine step added to one request. The last chunk carries `finish_reason`.
 
     `num_prompt_tokens` counts the prompt as the model saw it, image spans expanded; `num_cached_tokens` those of them
-    that did not have to be run. `num_drafted` and `num_accepted` count this request's verified drafts so far.
+    that did not have to be run. `num_drafted` and `num_accepted` count this request's verified drafts so far,
+    `num_verify_steps` the steps that verified them, `num_wasted_rows` rows of those steps that no token came of; 0 from
+    engines that do not say.
     `stop_reason` says more about a `stop` that the model did not decide itself, e.g. "repetition". `queued_s` are the
     seconds that the request waited before its first row was run, None from engines that do not say.
+    `prompt_logprobs`, where they were asked for, come with the first chunk: of every token of the prompt but the first.
     """
 
     token_ids: tuple[int, ...]
@@ -119,6 +124,9 @@ class TokenChunk:
     num_accepted: int = 0
     stop_reason: str | None = None
     queued_s: float | None = None
+    num_verify_steps: int = 0
+    num_wasted_rows: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 def _counter(text: str) -> Any:

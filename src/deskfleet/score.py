@@ -18,6 +18,7 @@ from safetensors.numpy import save
 
 from deskfleet.engine.llm import LLM
 from deskfleet.errors import ConfigError
+from deskfleet.model.device import Device
 
 LOGITS_KEY = "logits"
 
@@ -56,11 +57,13 @@ def score_to_file(
     chunk: int | None = None,
     engram_pack: Path | None = None,
     engram_second_source: bool = False,
+    device: Device = "cpu",
+    graphs: bool = True,
 ) -> Score:
     """Run `token_ids` through the model and write the logits of every position to `output`.
 
     `chunk` is how many tokens go through in one step; None takes them all at once. Row i ranks the token after
-    position i. The Engram options are those of EngineOptions. Raises ConfigError for an output that cannot be written
+    position i. The other options are those of EngineOptions. Raises ConfigError for an output that cannot be written
     (before anything is loaded), and what the engine raises.
     """
     if chunk is not None and chunk < 1:
@@ -74,6 +77,8 @@ def score_to_file(
         max_num_batched_tokens=chunk or len(token_ids),
         engram_pack=engram_pack,
         engram_second_source=engram_second_source,
+        device=device,
+        graphs=graphs,
     ) as llm:
         logits = llm.score(token_ids)
     data = save({LOGITS_KEY: np.ascontiguousarray(logits, dtype=np.float32)})

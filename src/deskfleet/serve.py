@@ -36,6 +36,8 @@ from deskfleet.gateway.policy_file import PolicyStore
 from deskfleet.gateway.settings import GatewaySettings
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.embedded import embedded_name
+from deskfleet.model.memory import RankMemory
+from deskfleet.planner.cuda import check_device, cuda_lines
 from deskfleet.planner.native import RankCheck, check_rank, native_lines
 
 _LAST_WORDS_S = 1.0  # after the engine's death, how long clients are still told of it
@@ -129,7 +131,8 @@ async def _launch(options: ServeOptions, on_event: Callable[[ServeEvent], None])
     check_port(settings.host, settings.port)
     async with engine:
         ranks, memory = engine.ranks, check_memory(engine)
-        engine.planned_bytes = {check.rank: check.predicted_bytes for check in memory}
+        if options.engine.device == "cpu":  # what is resident on the host
+            engine.planned_bytes = {check.rank: check.predicted_bytes for check in memory}
         on_event(RanksReady(ranks, memory, engine.receipts))
         await check_answers(engine)
         running = settings.max_running or engine.limits.max_num_seqs
@@ -191,12 +194,17 @@ def with_memory_floors(observation: ObservationSettings) -> ObservationSettings:
 
 
 def check_memory(engine: EngineClient) -> tuple[RankCheck, ...]:
-    """Plan every rank of a loaded engine and compare. Raises EngineError while it is loading."""
-    return tuple(
-        check_rank(
-            native_lines(engine.plan, engine.limits, memory.rank, with_drafts=engine.with_drafts), memory
-        )
-        for memory in engine.memory
+    """Plan every rank of a loaded engine and compare; on a GPU, what that holds. Raises EngineError while it loads."""
+    return tuple(_check(engine, memory) for memory in engine.memory)
+
+
+def _check(engine: EngineClient, memory: RankMemory) -> RankCheck:
+    if memory.device is None:
+        lines = native_lines(engine.plan, engine.limits, memory.rank, with_drafts=engine.with_drafts)
+        return check_rank(lines, memory)
+    max_step_tokens = engine.options.max_num_batched_tokens
+    return check_device(
+        cuda_lines(engine.plan, engine.limits, memory.rank, max_step_tokens=max_step_tokens), memory
     )
 
 

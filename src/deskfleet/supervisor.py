@@ -33,6 +33,7 @@ from deskfleet.fleet import up
 from deskfleet.fleet.doctor import see_doctor
 from deskfleet.fleet.down import clear, kill
 from deskfleet.fleet.engines.contract import ports_of
+from deskfleet.fleet.engram_counters import attend_counters, places_of
 from deskfleet.fleet.fabric import Fabric
 from deskfleet.fleet.follow import Ended, follow, last_lines
 from deskfleet.fleet.launch import LaunchSpec, RankLaunch
@@ -458,7 +459,8 @@ class _Launching:
                 diary.tell("warning", text=warning)
             token = secrets.token_urlsafe(32)
             values = up.secret_values(launch, spec, self._order.environ, token=token)
-            settings = gateway_settings(spec, checkpoint, self._store, self._intake)
+            counters = None if launch.adapter is None else self._counters
+            settings = gateway_settings(spec, checkpoint, self._store, self._intake, counters)
             loop_s = asyncio.get_running_loop().time()
             self._logs = None if is_native else LogReadiness(launch, loop_s)
             diary.enter("starting", ranks=[{"rank": rank.rank, "node": rank.node} for rank in launch.ranks])
@@ -649,9 +651,16 @@ class _Launching:
         self, work: Coroutine[Any, Any, None], remotes: Remotes, floors: Mapping[str, Floors]
     ) -> None:
         """Do `work`, which serves, under the eyes of everybody who may end it."""
-        attendants = (self._see_stall(), self._see_given_up(), self._see_memory(remotes, floors))
+        attendants = [self._see_stall(), self._see_given_up(), self._see_memory(remotes, floors)]
+        if self._launch is not None and self._launch.adapter is not None:
+            attendants.append(attend_counters(remotes, places_of(self._launch), self._counters))
         async with self._attended(*attendants) as trouble:
             await self._watched(work, trouble, remotes)
+
+    @property
+    def _counters(self) -> Path:
+        """Where counters of nodes lie on this machine."""
+        return self._diary.launch.directory / "engram"
 
     async def _see_given_up(self) -> DeskfleetError:
         """Engines of others that hang, or only their network, while containers run: health says it. Ours end then."""
@@ -809,9 +818,13 @@ def served_model_id(spec: FleetSpec, checkpoint: Path | None = None) -> str:
 
 
 def gateway_settings(
-    spec: FleetSpec, checkpoint: Path, store: PolicyStore | None, intake: Intake | None = None
+    spec: FleetSpec,
+    checkpoint: Path,
+    store: PolicyStore | None,
+    intake: Intake | None = None,
+    counters: Path | None = None,
 ) -> GatewaySettings:
-    """The gateway as the fleet's file asks for it. Raises ConfigError.
+    """The gateway as the fleet's file asks for it; `counters` is where those of the nodes lie. Raises ConfigError.
 
     It has no floors of memory of its own: the watchdog sees all nodes, and says by `intake` what is to be done. An
     engine that answers nothing is given up sooner than by a server that nobody starts again.
@@ -827,6 +840,7 @@ def gateway_settings(
         observation=ObservationSettings(
             health=HealthSettings(memory_floor_bytes=0, memory_critical_bytes=0, dead_after_s=_STUCK_S),
             intake=intake,
+            counters=counters,
             access_log=gateway.access_log,
             traces=gateway.traces,
         ),

@@ -151,6 +151,23 @@ def test_bench_speculation(tmp_path: Path) -> None:
     assert kept.settings["num_tokens"] == 8
 
 
+def test_bench_speculation_of_a_trained_checkpoint(tmp_path: Path) -> None:
+    """Questions take turns, and end where the answer does; nearly every draft is right."""
+    out = tmp_path / "2026-01-31-speculation.json"
+    asked = ("--ask", "Count from 1 to 12.", "--ask", "Count from 30 to 45.")
+    flags = (*asked, "--drafts", "0,5", "--tokens", "200", "--rounds", "2", "--threads-per-rank", "1")
+    done = deskfleet("bench", "speculation", "pocket", *flags, "--out", out, "--json")
+    assert done.code == 0, done.err
+    kept = WaysResult.read(out)
+    second, second_drafted, first, first_drafted = kept.samples  # warm-up has asked the first
+    assert first.num_tokens < second.num_tokens < 100, "it has more to count"
+    for sample in (first_drafted, second_drafted):
+        assert sample.counts["num_accepted"] > 0.5 * sample.counts["num_drafted"] > 0
+    text = render_report([out])
+    assert "Checkpoint `pocket`" in text
+    assert "2 questions in turn" in text
+
+
 def test_suite_defaults_are_the_ones_promised() -> None:
     assert SpeculationSuite(CHECKPOINT).num_drafts == (0, 1, 2, 3, 4, 5)
     assert PrefixSuite(CHECKPOINT).num_prompt_tokens == 1024

@@ -20,7 +20,8 @@ async def test_verify_quick_passes_on_pocket() -> None:
     assert value["questions"] == "pocket"
     failed = {name: gate["reason"] for name, gate in found.items() if gate["verdict"] == "fail"}
     assert failed == {}
-    # Log probabilities of a prompt are not told over HTTP; a machine that got busy excuses a rate that fell.
+    # Nothing was recorded that the log probabilities of a prompt could be compared with; a busy machine excuses a rate
+    # that fell.
     skipped = {name: gate["cause"] for name, gate in found.items() if gate["verdict"] == "skip"}
     assert skipped.pop("scoring") is None
     assert set(skipped.values()) <= {"tool"}

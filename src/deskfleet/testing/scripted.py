@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deskfleet.endpoint import (
     EngineHealth,
@@ -178,7 +178,12 @@ class ScriptedEngine:
         for index, ids in enumerate(chunks):
             last = index == len(chunks) - 1
             logprobs = None if num_top is None else tuple(invented_logprob(i, num_top) for i in ids)
-            yield TokenChunk(ids, logprobs, num_prompt_tokens, reason if last else None)
+            chunk = TokenChunk(ids, logprobs, num_prompt_tokens, reason if last else None)
+            num_prompt_top = request.sampling.prompt_logprobs
+            if index == 0 and num_prompt_top is not None:
+                told = tuple(invented_logprob(i, num_prompt_top) for i in request.prompt_token_ids[1:])
+                chunk = replace(chunk, prompt_logprobs=told)
+            yield chunk
 
 
 def invented_logprob(token_id: int, num_top: int) -> TokenLogprob:
