@@ -8,7 +8,9 @@ scenario has a name, environment, rank, number of ranks, what is spoilt beforeha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import importlib.machinery
 import json
 import os
@@ -287,8 +289,33 @@ def answer(scheduler: Any) -> None:
         assert waited, "nobody waited for the step"
 
 
+def begin(kind: str) -> dict[str, Any]:
+    """A process of the server begins, and ends where it reads its arguments: it gets none that are any good."""
+    entry = {
+        "engine": lambda: importlib.import_module("sglang.srt.entrypoints.engine").Engine(model_path=None),
+        "scheduler": lambda: scheduler_module.run_scheduler_process(None, None, 0, 0, 0, None, None),
+        "detokenizer": lambda: importlib.import_module(
+            "sglang.srt.managers.detokenizer_manager"
+        ).run_detokenizer_process(None, None),
+        "controller": lambda: importlib.import_module(
+            "sglang.srt.managers.data_parallel_controller"
+        ).run_data_parallel_controller_process(None, None, None),
+    }[kind]
+    before = list(hook_registry.HookRegistry._hooks)
+    with contextlib.suppress(Exception):
+        entry()
+    after = list(hook_registry.HookRegistry._hooks)
+    return {
+        "before": np.array(before, dtype="U99"),
+        "hooked": np.array(after, dtype="U99"),
+        "is_ours": E._HostTable is not STOCK[0],
+    }
+
+
 def act(scenario: dict[str, Any]) -> dict[str, Any]:
     do, spoilt = scenario.get("do", "rows"), scenario.get("spoilt")
+    if do.startswith("begin "):
+        return begin(do.removeprefix("begin "))
     spoil(spoilt)
     plugins.load_plugins()
     plugins._plugins_loaded = plugins._loaded = False

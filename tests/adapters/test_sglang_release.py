@@ -25,6 +25,7 @@ from deskfleet_engram.pack import pack
 from deskfleet_engram.source import open_source
 
 RUN_S = 900
+KINDS = ("engine", "scheduler", "detokenizer", "controller")
 
 pytestmark = [pytest.mark.slow, pytest.mark.adapters]
 
@@ -48,6 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for tp_size, rank in RANKS
         ),
         {"name": "absent", "env": {}, "do": "stock"},
+        *(scenario(f"begin {kind}", packed, do=f"begin {kind}") for kind in KINDS),
         scenario("mapped", packed, tp_size=2, rank=1, env=split, spoilt="mapped files can be read"),
         scenario("callback", packed, tp_size=2, rank=1, spoilt="device by hand"),
         scenario("prefetch", packed, do="prefetch"),
@@ -112,6 +114,15 @@ def test_sglangs_kernel_decodes_what_the_host_function_read(world: dict[str, Any
     """The same; copies and streams are played."""
     assert world["outcomes"]["callback"] == {"done": True}, world["outcomes"]["callback"]
     assert check_rows(world["out"], "callback", 2, 1) > 300
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plugin_is_in_every_kind_of_process(world: dict[str, Any], kind: str) -> None:
+    assert world["outcomes"][f"begin {kind}"] == {"done": True}
+    with np.load(world["out"] / f"begin {kind}.npz") as found:
+        assert not found["before"].size
+        assert found["hooked"].size >= 5
+        assert found["is_ours"]
 
 
 def test_without_its_variable_nothing_is_touched(world: dict[str, Any]) -> None:

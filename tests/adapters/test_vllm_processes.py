@@ -1,4 +1,4 @@
-"""The slow lane: a real vLLM 0.33 server, started as users start it, has the plug-in in each of its processes.
+"""The slow lane: a real vLLM 0.33 server of two nodes, started as users start it, has the plug-in in each process.
 
 No device, and no model with tables: what a table becomes is in test_vllm_stock. The server starts with the compiled
 parts of a CPU vLLM 0.32, and does not generate with them.
@@ -61,7 +61,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.adapters]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
-    """The URL, the log, and the directory of receipts of a server with one worker process."""
+    """The URL, the directory of logs, and that of receipts: two ranks as on two nodes, the second one headless."""
     make_engines()
     place = tmp_path_factory.mktemp("vllm-server")
     site, model, receipts = install_plugin("vllm", place), place / "model", place / "receipts"
@@ -69,40 +69,59 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     (model / "config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, model)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, master_port = free_port(), free_port()
     told = json.dumps({"deskfleet_engram": {"pack": "/nowhere", "receipts": str(receipts)}})
-    flags = "--load-format dummy --max-model-len 256 --max-num-seqs 2 --enforce-eager --host 127.0.0.1"
-    flags += f" --port {port} --distributed-executor-backend mp"
-    log = place / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [
-                *(str(PYTHON), "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
-                *(*flags.split(), "--additional-config", told),
-            ],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment(
-                *(site, VLLM, WHEELS / "extra"),
-                VLLM_TARGET_DEVICE="cpu",
-                VLLM_CPU_KVCACHE_SPACE="1",
-                VLLM_NO_USAGE_STATS="1",
-                HF_HUB_OFFLINE="1",
-            ),
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_ready(url, process, log)
-            yield url, log, receipts
-        finally:
+    flags = (
+        "--load-format dummy --max-model-len 256 --max-num-seqs 2 --enforce-eager --tensor-parallel-size 2"
+    )
+    flags += (
+        f" --distributed-executor-backend mp --nnodes 2 --master-addr 127.0.0.1 --master-port {master_port}"
+    )
+    own_flags = {
+        "head": f"--node-rank 0 --host 127.0.0.1 --port {port}",
+        "headless": "--node-rank 1 --headless",
+    }
+    processes = []
+    try:
+        for node, own in own_flags.items():
+            with (place / node).open("w") as out:
+                processes.append(
+                    subprocess.Popen(
+                        [
+                            *(str(PYTHON), "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve"),
+                            *(str(model), *flags.split(), *own.split(), "--additional-config", told),
+                        ],
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env=environment(
+                            *(site, VLLM, WHEELS / "extra"),
+                            VLLM_TARGET_DEVICE="cpu",
+                            VLLM_CPU_KVCACHE_SPACE="1",
+                            VLLM_NO_USAGE_STATS="1",
+                            VLLM_HOST_IP="127.0.0.1",
+                            GLOO_SOCKET_IFNAME="lo",
+                            HF_HUB_OFFLINE="1",
+                        ),
+                        start_new_session=True,
+                    )
+                )
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, processes[0], place / "head")
+        yield url, place, receipts
+    finally:
+        for process in processes:
             process.terminate()
+        for process in processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -124,15 +143,48 @@ def get(url: str) -> str:
 
 
 def test_the_plugin_is_in_every_kind_of_process(server: tuple[str, Path, Path]) -> None:
-    url, log, _ = server
+    url, logs, _ = server
     assert "0.33.0" in get(f"{url}/version")
-    ready = re.findall(
-        r"\((\w+)(?:-\d+)? pid=(\d+)\).*deskfleet-engram: ready in this process", log.read_text()
-    )
-    assert {name for name, _ in ready} >= {"EngineCore", "VllmWorker"}, log.read_text()[:4000]
-    assert len({pid for _, pid in ready}) >= 2
+    ready = {
+        node: re.findall(
+            r"\((\w+)(?:-\d+)? pid=(\d+)\).*deskfleet-engram: ready in this process",
+            (logs / node).read_text(),
+        )
+        for node in ("head", "headless")
+    }
+    assert {name for name, _ in ready["head"]} >= {"EngineCore", "VllmWorker"}, ready
+    assert {name for name, _ in ready["headless"]} >= {"VllmWorker"}, ready
+    assert len({pid for found in ready.values() for _, pid in found}) >= 3
     # Arguments are parsed before the API server's log is set up: that it has the plug-in shows in its metrics.
     assert "deskfleet_engram_rows_total" in get(f"{url}/metrics")
+
+
+def test_the_process_that_inspects_models_has_it_too(tmp_path: Path) -> None:
+    """It is no process of the server: it is started to look at a model's class, and ends."""
+    make_engines()
+    site = install_plugin("vllm", tmp_path)
+    look = (
+        "import json, sys\n"
+        "from vllm.model_executor.models.registry import _run_in_subprocess\n"
+        "def modules():\n"
+        "    import os, sys\n"
+        "    return [os.getpid(), 'deskfleet_vllm.seam' in sys.modules]\n"
+        "import os\n"
+        "print(json.dumps([os.getpid(), 'deskfleet_vllm' in sys.modules, *_run_in_subprocess(modules)]))\n"
+    )
+    done = subprocess.run(
+        [str(PYTHON), "-W", "ignore", "-c", look],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env=environment(site, VLLM, WHEELS / "extra", VLLM_TARGET_DEVICE="cpu", HF_HUB_OFFLINE="1"),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    own_pid, is_here, pid, is_there = json.loads(done.stdout.splitlines()[-1])
+    assert not is_here  # nobody loaded it where this was asked
+    assert pid != own_pid
+    assert is_there
 
 
 def test_what_workers_count_is_in_the_servers_own_metrics(server: tuple[str, Path, Path]) -> None:
