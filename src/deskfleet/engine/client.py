@@ -327,8 +327,11 @@ class EngineClient:
         """Start every rank and wait until all are loaded. Raises EngineError, with nothing left running."""
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            was_closing = self._closing
             await self.close()
+            if was_closing and isinstance(error, EngineError):  # whatever a rank missed, that is why
+                raise _shutting_down() from error
             raise
 
     async def _start(self) -> None:
@@ -533,7 +536,7 @@ class EngineClient:
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # raised once per waiting request
         if self._closing:
-            raise EngineError("the engine is shutting down")
+            raise _shutting_down()
         if not self._settled.is_set():
             raise EngineError("the engine is not loaded yet", hint="wait for start() to return")
 
@@ -704,6 +707,10 @@ def _resolve_max_model_len(checkpoint: Checkpoint, asked: int | None) -> int:
             hint=f"choose at most {limit}",
         )
     return asked
+
+
+def _shutting_down() -> EngineError:
+    return EngineError("the engine is shutting down")
 
 
 __all__ = [
