@@ -19,7 +19,7 @@ if command -v flock >/dev/null; then
     flock 9
 fi
 installed() {
-    "$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("triton"))' 2>/dev/null
+    "$venv/bin/python" -c 'import importlib.metadata as m, tokenizers; print(m.version("triton"))' 2>/dev/null
 }
 if [ "$(installed)" = "$version" ]; then
     exit 0

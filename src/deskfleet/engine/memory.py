@@ -74,7 +74,7 @@ def _device_roots(backend: CudaBackend) -> Iterator[tuple[DeviceLine, object]]:
     yield DeviceLine.routed_experts, [(layer.w13, layer.w2) for layer in weights.layers]
     yield DeviceLine.vocabulary, (weights.embedding, weights.head, weights.norm)
     yield DeviceLine.dense, weights.layers
-    yield DeviceLine.workspace, model.workspace
+    yield DeviceLine.workspace, model.workspace.device_arenas
 
 
 def _roots(runner: ModelRunner) -> Iterator[tuple[TensorLine, object]]:

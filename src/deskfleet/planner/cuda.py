@@ -11,7 +11,7 @@ temporaries that graphs keep.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.config import ModelConfig
@@ -29,6 +29,8 @@ _LOGIT_ROWS = 64
 _HEAD_ROWS = 16  # heads of one partial sum of attention
 _PROCESSORS = 132
 _PRODUCTS = 160  # partial products of 128 x 16
+_KEYS = 64  # that attention takes at a time
+_CHUNK = 4096  # scores that one of many programs looks at
 _COUNTERS = 64  # places of a row whose partial sums are counted
 _BF16, _FLOAT32, _INT32, _INT64 = 2, 4, 4, 8
 
@@ -204,7 +206,7 @@ def _step_line(plan: ShardPlan, limits: RunnerLimits, rank: int, max_step_tokens
     rows = max(sizes)
     row = sum(_row_bytes(plan, limits).values())
     logits = min(rows, _LOGIT_ROWS) * (plan.vocab_per_rank * _FLOAT32 + plan.config.hidden_size * _BF16)
-    parts = _part_bytes(plan)
+    parts = _part_bytes(plan, limits, sizes)
     return BudgetLine(
         DeviceLine.workspace,
         "workspace",
@@ -260,13 +262,44 @@ def _row_bytes(plan: ShardPlan, limits: RunnerLimits) -> Mapping[str, int]:
     }
 
 
-def _part_bytes(plan: ShardPlan) -> int:
-    """Partial sums, at most: of attention one for each processor, of both kinds of layers; of products as many as there
-    are programs at a time, two each of the experts."""
-    attention = 2 * _PROCESSORS * _HEAD_ROWS * (plan.config.head_dim + 2) * _FLOAT32
-    experts = 2 * 4 * _PROCESSORS * _TILE_ROWS * 16 * _FLOAT32
-    shared = 2 * _PROCESSORS * _TILE_ROWS * 32 * _FLOAT32
-    return attention + experts + shared + _PRODUCTS * _TILE_ROWS * 16 * _FLOAT32
+def _part_bytes(plan: ShardPlan, limits: RunnerLimits, sizes: Sequence[int]) -> int:
+    """Partial sums: of attention one for each processor at most, of both kinds of layers; of products as many as there
+    are programs at a time; of the experts those of the step that has the most of them; and of the choice of entries."""
+    kinds = 2 if plan.config.sliding_window > _KEYS else 1  # a window of one block of keys is in no parts
+    attention = kinds * _PROCESSORS * _HEAD_ROWS * (plan.config.head_dim + 2) * _FLOAT32
+    experts = max(_expert_part_bytes(plan.config, rows) for rows in sizes)
+    shared = max(_shared_part_bytes(plan.config, rows) for rows in sizes)
+    choice = max(sizes) * _choice_bytes(plan.config, limits)
+    return attention + experts + shared + choice + _PRODUCTS * _TILE_ROWS * 16 * _FLOAT32
+
+
+def _expert_part_bytes(config: ModelConfig, num_rows: int) -> int:
+    """Of a step of `num_rows`: as engine/cuda/experts.py cuts the routed experts' K."""
+    pairs, experts = num_rows * config.num_experts_per_tok, config.n_routed_experts
+    rows = 8 if pairs <= 4 * experts else 16
+    places = min(pairs, min(experts, pairs) + pairs // rows) * (_expert_width(config) // _GATES)
+    blocks, splits = math.ceil(config.hidden_size / 128), 1
+    while splits < 8 and places * 2 * splits <= 2 * _PROCESSORS and blocks // (2 * splits) >= 4:
+        splits *= 2
+    return splits * places * _TILE_ROWS * rows * _FLOAT32 if splits > 1 else 0
+
+
+def _shared_part_bytes(config: ModelConfig, num_rows: int) -> int:
+    """The same of the shared expert."""
+    rows = 16 if num_rows <= 16 else 32
+    items, blocks = math.ceil(num_rows / rows), math.ceil(config.hidden_size / 128)
+    places, splits = items * (_expert_width(config) // _GATES), 1
+    most = _PRODUCTS if items == 1 else _PROCESSORS
+    while splits < 8 and places * 2 * splits <= most and blocks // (2 * splits) >= 2:
+        splits *= 2
+    return splits * places * _TILE_ROWS * rows * _FLOAT32 if splits > 1 else 0
+
+
+def _choice_bytes(config: ModelConfig, limits: RunnerLimits) -> int:
+    """A row's histograms and counts where many programs choose, among entries and among their blocks."""
+    entries = _up(limits.max_model_len, limits.block_size)
+    among = (entries, math.ceil(entries / config.candidate_block_size))
+    return sum((2 * 256 + 2 * math.ceil(n / _CHUNK)) * _INT32 for n in among if n > 2 * _CHUNK)
 
 
 __all__ = ["check_device", "cuda_lines"]

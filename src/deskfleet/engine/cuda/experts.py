@@ -451,7 +451,7 @@ class SharedBuffers:
         places = self.num_items * self.tiles
         self.counters = torch.zeros(places, dtype=torch.int32, device=device)
         size = TILE_ROWS * self.block_rows
-        self.partials = torch.zeros(self.splits, places, size, device=device)
+        self.partials = torch.zeros(self.splits if self.splits > 1 else 0, places, size, device=device)
         codes = torch.zeros(num_rows, expert_width, dtype=torch.uint8, device=device)
         self.activated = codes.view(torch.float8_e4m3fn)
         words = -(-expert_width // BLOCK_COLUMNS)

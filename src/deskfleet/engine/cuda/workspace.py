@@ -49,6 +49,11 @@ class Workspace:
             for site, num_bytes in measure(makers).items()
         }
 
+    @property
+    def device_arenas(self) -> list[Tensor]:
+        """The memory that is not the host's, in the interpreter too."""
+        return [arena for site, arena in self._arenas.items() if not site.pinned]
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, `torch.zeros` gives parts of this memory: for one step."""
