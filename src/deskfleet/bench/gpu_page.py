@@ -40,6 +40,8 @@ def render_gpu(file_name: str, result: GpuResult) -> str:
         f"{settings.get('layers')} layers, {settings.get('weights')} as weights, sums over ranks "
         f"{settings.get('collectives')}."
     )
+    if "circumstances" in settings:
+        head += f" Date, commit and machine: {settings['circumstances']}."
     rows = _decode_rows(result) if result.name == DECODE else _kernel_rows(result)
     return "\n".join(
         [

@@ -151,13 +151,14 @@ class Turn:
         self._ticket = ticket
 
     async def __aenter__(self) -> Ticket:
-        ticket = self._ticket
+        ticket, has_begun = self._ticket, False
         try:
             scope = await self._admission.begin(ticket)
             await scope.__aenter__()
-        except BaseException:
-            self._admission.leave(ticket)
-            raise
+            has_begun = True
+        finally:
+            if not has_begun:
+                self._admission.leave(ticket)
         ticket.scope = scope
         return ticket
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -250,12 +251,13 @@ def _spans(source: RowSource) -> tuple[tuple[int, int], tuple[int, int]]:
 def _open_checked(source: RowSource, allow_holes: bool) -> tuple[int, int]:
     """Open the files of codes and scales; where both are one, it is opened twice."""
     fds: list[int] = []
-    try:
+    with ExitStack() as opened:
         for path, (begin, needed) in zip(source.paths, _spans(source), strict=True):
             try:
                 fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             except OSError as error:
                 raise RowError(f"{path}: cannot open {source.table}: {error.strerror}") from error
+            opened.callback(os.close, fds[-1])
             size = os.fstat(fds[-1]).st_size
             if size < needed:
                 raise RowError(f"{path}: {source.table} ends at byte {needed}, but the file has {size} bytes")
@@ -267,10 +269,7 @@ def _open_checked(source: RowSource, allow_holes: bool) -> tuple[int, int]:
                     kind="hole",
                     hint="the file is an incomplete copy; fetch it again",
                 )
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
+        opened.pop_all()  # all is well: they stay open
     return fds[0], fds[1]
 
 
