@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from deskfleet.engine.cuda import (
     attention,
     compress,
+    draft,
     engram,
     experts,
     hyper,
@@ -146,7 +147,7 @@ def cases() -> list[Case]:
             FP8,
         )
     )
-    return found + linear_cases() + stream_cases() + attention_cases() + cache_cases()
+    return found + linear_cases() + stream_cases() + attention_cases() + cache_cases() + draft_cases()
 
 
 _LINEAR = {
@@ -286,6 +287,9 @@ def stream_cases() -> list[Case]:
                 "NUM_HELD": 384,
                 "BLOCK_PAIRS": 32,
                 "BM": 8,
+                "image_bias": None,
+                "text": None,
+                "HAS_IMAGES": False,
             },
         ),
     ]
@@ -417,6 +421,47 @@ def cache_cases() -> list[Case]:
             {"M": 5120, "BLOCK": 1024, "EPS": 1e-20, "BIT_OPS": False},
         ),
     ]
+
+
+def draft_cases() -> list[Case]:
+    """What draft stages have of their own; the chain over the tokens of one rank of four, and over all."""
+    types = dict.fromkeys(("anchors", "table", "positions", "records", "best", "slots"), "*i32")
+    types |= dict.fromkeys(("embedding", "weight", "x", "latents"), "*bf16")
+    types |= dict.fromkeys(("norm", "cos", "sin", "maxima", "logits", "out"), "*fp32")
+    types |= {"tokens": "*i64", "ids": "*i64", "draws": "*fp64", "sums": "*fp64", "codes": "*fp8e4nv"}
+    types |= {"scales": "*u8", "pages": "*u8"}
+    numbers = (
+        "table_width", "first_own", "noise_id", "first_token", "num_held", "place", "num_requests", "block_size",
+        "stride",
+    )  # fmt: skip
+    types |= dict.fromkeys(numbers, "i32")
+    rounds = {"EPS": 1e-20, "BIT_OPS": False}
+    bias = {"R": 256, "BLOCK_R": 256}
+    found = [
+        Case(
+            "draft anchor",
+            draft.anchor_kernel,
+            types,
+            {"LENGTH": 5, "WINDOW": 128, "BLOCK": 256, "BLOCK_SIZE": 16},
+        ),
+        Case("draft taps", draft.quantize_kernel, types, {"K": 15360, "COLUMNS": 1024, "BIT_OPS": False}),
+        Case("draft norm", draft.norm_kernel, types, {**rounds, "K": 5120, "BLOCK": 8192}, warps=8),
+        Case("draft context", draft.context_kernel, types, {**rounds, "D": 512, "ROPE": 64, "BYTES": 528}),
+        Case("confidence", draft.confidence_kernel, types, {**bias, "M": 5120, "BLOCK_M": 8192, "LENGTH": 5}),
+    ]
+    for tokens in (32320, 129280):
+        tiles, chunks = -(-tokens // 64), -(-tokens // 1024)
+        sizes = {"V": tokens, "STRIDE": tokens, "LENGTH": 5}
+        parts = {**sizes, "TILES": tiles, "BLOCK_TILES": triton.next_power_of_2(tiles), "CHUNK": 1024}
+        ends = {**parts, "CHUNKS": chunks, "BLOCK_CHUNKS": triton.next_power_of_2(chunks)}
+        head = {**sizes, **bias, "TILE": 64, "BM": 16, "BIT_OPS": False}
+        found += [
+            Case(f"markov {tokens}", draft.markov_kernel, types, head),
+            Case(f"weigh {tokens}", draft.weigh_kernel, types, parts),
+            Case(f"draw {tokens}", draft.draw_kernel, types, {**ends, "IS_SAMPLED": False}),
+            Case(f"draw {tokens} sampled", draft.draw_kernel, types, {**ends, "IS_SAMPLED": True}),
+        ]
+    return found
 
 
 def compile_case(case: Case) -> object:

@@ -202,10 +202,14 @@ def _check(engine: EngineClient, memory: RankMemory) -> RankCheck:
     if memory.device is None:
         lines = native_lines(engine.plan, engine.limits, memory.rank, with_drafts=engine.with_drafts)
         return check_rank(lines, memory)
-    max_step_tokens = engine.options.max_num_batched_tokens
-    return check_device(
-        cuda_lines(engine.plan, engine.limits, memory.rank, max_step_tokens=max_step_tokens), memory
+    lines = cuda_lines(
+        engine.plan,
+        engine.limits,
+        memory.rank,
+        max_step_tokens=engine.options.max_num_batched_tokens,
+        with_drafts=engine.with_drafts,
     )
+    return check_device(lines, memory)
 
 
 async def check_answers(engine: EngineClient) -> None:

@@ -29,19 +29,32 @@ from deskfleet.endpoint import SamplingParams
 from deskfleet.engine.backends import CudaBackend, DeviceOptions
 from deskfleet.engine.batch import Segment
 from deskfleet.engine.core import CoreOptions, EngineCore
+from deskfleet.engine.cuda.collectives import HostGroup
+from deskfleet.engine.cuda.draft import DraftContext, DraftStep
 from deskfleet.engine.cuda.loader import RankShape, load_model
 from deskfleet.engine.cuda.model import CudaModel
-from deskfleet.engine.cuda.step import DecodeStep
+from deskfleet.engine.cuda.packing import Fp8Tiles
+from deskfleet.engine.cuda.prefill import PrefillStep
+from deskfleet.engine.cuda.prefill_replay import ReplayStep
+from deskfleet.engine.cuda.step import DecodeStep, Pages
 from deskfleet.engine.cuda.workspace import measure
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.memory import device_census
 from deskfleet.engine.messages import AddRequest
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.runner import ModelRunner
+from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.weights import ShardReader
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.config import ModelConfig
-from deskfleet.model.device import decode_sizes, prefill_sizes
+from deskfleet.model.device import (
+    FILLED_ROWS,
+    REPLAYED_ROWS,
+    decode_sizes,
+    draft_sizes,
+    passage_blocks,
+    prefill_sizes,
+)
 from deskfleet.model.embedded import POCKET, locate
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import RunnerLimits, resolve_limits
@@ -75,6 +88,7 @@ def runner_on(
     tokens: np.ndarray | None = None,
     max_step_tokens: int = 64,
     graphs: bool = True,
+    with_drafts: bool = False,
 ) -> ModelRunner:
     """A rank in this process."""
     opened = source or checkpoint()
@@ -85,6 +99,7 @@ def runner_on(
         Communicator(),
         limits,
         pad_compressed_id=int(tokens[opened.config.engram_pad_token_id]),
+        with_drafts=with_drafts,
         device=device,
         device_options=DeviceOptions(max_step_tokens, graphs),
     )
@@ -110,16 +125,21 @@ def segment(ids: np.ndarray, start: int, stop: int, slot: int = 0, **more: Any) 
 class Pair:
     """A rank on the device beside one on the CPU, driven alike."""
 
-    def __init__(self, **options: Any) -> None:
-        limits = RunnerLimits(3, 192, 16, num_blocks=36, num_window_blocks=36)
-        self.cpu, self.device = runner_on("cpu", limits), runner_on(BACKEND, limits, **options)
+    def __init__(
+        self, *, with_drafts: bool = False, decoder_replay: bool = False, block_size: int = 16, **options: Any
+    ) -> None:
+        blocks = 3 * 192 // block_size
+        limits = RunnerLimits(3, 192, block_size, blocks, blocks, decoder_replay=decoder_replay)
+        self.cpu = runner_on("cpu", limits, with_drafts=with_drafts)
+        self.device = runner_on(BACKEND, limits, with_drafts=with_drafts, **options)
         for runner in (self.cpu, self.device):
             scatter_blocks(runner)
         self.errors: list[Tensor] = []
 
-    def run(self, *segments: Segment) -> None:
-        """One step of both; every row's logits are compared."""
-        rows = range(sum(s.num_tokens for s in segments))
+    def run(self, *segments: Segment, rows: Sequence[int] | None = None) -> None:
+        """One step of both; the logits of `rows` are compared, or of every row."""
+        if rows is None:
+            rows = range(sum(s.num_tokens for s in segments))
         expected, mine = (r.lead(segments, rows).clone() for r in (self.cpu, self.device))
         error = relative_rms(mine, expected)
         assert error.max() <= LIMIT, f"{[(s.slot, s.start, s.num_tokens) for s in segments]}: {error}"
@@ -180,7 +200,8 @@ class Alone(Communicator):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_one_rank_of_three(rank: int) -> None:
-    """Shares that do not divide: groups, experts and vocabulary of a rank, padded, give the CPU rank's parts."""
+    """Shares that do not divide: groups, experts and vocabulary of a rank, padded, give the CPU rank's parts, through
+    the sums of a group that nobody else is in."""
     source, limits = checkpoint(), RunnerLimits(1, 64, 16, num_blocks=4, num_window_blocks=4)
     plan, comm = ShardPlan(source.config, Layout(3)), Alone(rank, 3)
     whole = runner_on("cpu", limits)
@@ -188,7 +209,9 @@ def test_one_rank_of_three(rank: int) -> None:
     with torch.inference_mode(), ShardReader(source, plan, rank) as reader:
         cpu = V41Model(reader, comm, Communicator())
         device = torch.device("cuda" if HAS_GPU else "cpu")
-        mine = CudaModel(reader, comm, limits, device=device, max_step_tokens=16, bit_ops=not HAS_GPU)
+        mine = CudaModel(
+            reader, comm, limits, device=device, max_step_tokens=16, bit_ops=not HAS_GPU, group=HostGroup(comm, device)
+        )  # fmt: skip
         work = [segment(tokens(3, 4), 0, 3)]
         expected = cpu.logits(cpu.forward(whole.builder.build(work), whole.cache).hidden)
         mine.pages.prepare(whole.tables, (), work)
@@ -241,7 +264,7 @@ def test_golden_layers() -> None:
     model = runner.backend.model
     work = [segment(data["input_ids"].numpy().astype(np.int64), 0, 40)]
     model.pages.prepare(runner.tables, (), work)
-    step = model._make_step(40, True, model.device)
+    step, _ = model._make_step(40, True, model.device)
     model._fill(step, model._rows(runner.builder, work), 0, 40)
     wrong = {}
     for weights in model.weights.layers:
@@ -305,18 +328,29 @@ def test_golden_runs(graphs: bool) -> None:
 
 
 def core_on(
-    device: str, source: Checkpoint, tokens: np.ndarray, *, max_step_tokens: int, **options: Any
+    device: str,
+    source: Checkpoint,
+    tokens: np.ndarray,
+    *,
+    max_step_tokens: int,
+    speculation: str = "off",
+    **options: Any,
 ) -> EngineCore:
     """A core over a rank of its own, with everything that requests are run with."""
     config = source.config
+    drafting = SpeculationOptions.parse(speculation, config.dspark_block_size)
+    with_drafts = drafting.num_drafts > 0
     limits = resolve_limits(
         config, max_num_seqs=8, max_model_len=min(config.max_position_embeddings, 8192), block_size=16,
-        kv_cache_tokens=None, num_window_tails=8, with_drafts=False,
+        kv_cache_tokens=None, num_window_tails=8, with_drafts=with_drafts,
     )  # fmt: skip
     runner = runner_on(
-        device, limits, source=source, tokens=tokens, max_step_tokens=max_step_tokens, **options
+        device, limits, source=source, tokens=tokens, max_step_tokens=max_step_tokens, with_drafts=with_drafts,
+        **options,
+    )  # fmt: skip
+    return EngineCore(
+        runner, tokens, CoreOptions(max_num_batched_tokens=max_step_tokens, speculation=drafting)
     )
-    return EngineCore(runner, tokens, CoreOptions(max_num_batched_tokens=max_step_tokens))
 
 
 def run_all(
@@ -449,17 +483,20 @@ def test_memory_does_not_grow() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("name", ["golden", POCKET])
-def test_planned_bytes_are_those_held(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "with_drafts"), [("golden", False), ("golden", True), (POCKET, False), (POCKET, True)]
+)
+def test_planned_bytes_are_those_held(name: str, with_drafts: bool) -> None:
     """The planner's lines of a GPU against the tensors there, and against what torch has given out."""
     source = checkpoint() if name == "golden" else Checkpoint.open(locate(POCKET))
     limits = resolve_limits(
         source.config, max_num_seqs=16, max_model_len=1024, block_size=16, kv_cache_tokens=None,
-        num_window_tails=8, with_drafts=False,
+        num_window_tails=8, with_drafts=with_drafts,
     )  # fmt: skip
     if HAS_GPU:
         before = torch.cuda.memory_allocated()
-    runner = runner_on(BACKEND, limits, source=source, max_step_tokens=512, graphs=False)
+    options: dict[str, Any] = {"max_step_tokens": 512, "with_drafts": with_drafts}
+    runner = runner_on(BACKEND, limits, source=source, graphs=False, **options)
     held = device_census(runner)
     assert held is not None
     if HAS_GPU:  # other tests of this process hold some, too
@@ -467,7 +504,7 @@ def test_planned_bytes_are_those_held(name: str) -> None:
     process = ProcessMemory(0, 0, 0, 0)
     plan = ShardPlan(source.config, Layout(1))
     check = check_device(
-        cuda_lines(plan, limits, 0, max_step_tokens=512),
+        cuda_lines(plan, limits, 0, **options),
         RankMemory(0, {}, process, process, held),
     )
     assert abs(check.relative_difference) <= 0.02, check
@@ -478,29 +515,64 @@ def test_planned_bytes_are_those_held(name: str) -> None:
     assert sum(other) <= 0.02 * check.measured_bytes
 
 
-@pytest.mark.parametrize(("max_model_len", "max_step_tokens"), [(4096, 512), (131072, 2048)])
-def test_planned_steps_of_the_published_model(max_model_len: int, max_step_tokens: int) -> None:
+@pytest.mark.parametrize("with_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("max_model_len", "max_step_tokens", "decoder_replay"),
+    [(4096, 512, False), (131072, 2048, True), (131072, 16384, False)],
+)
+def test_planned_steps_of_the_published_model(
+    max_model_len: int, max_step_tokens: int, decoder_replay: bool, with_drafts: bool
+) -> None:
     """Buffers of all sizes of steps of one rank of four, asked for but not made, against the planner's line."""
     config = ModelConfig.from_dict(published_config_dict())
     plan = ShardPlan(config, Layout(4))
     limits = resolve_limits(
         config, max_num_seqs=16, max_model_len=max_model_len, block_size=16, kv_cache_tokens=None,
-        num_window_tails=8, with_drafts=False,
+        num_window_tails=8, with_drafts=with_drafts, decoder_replay=decoder_replay,
     )  # fmt: skip
     table = torch.empty(17, -(-max_model_len // 16), device="meta")
-    pages = SimpleNamespace(entry_table=table, block_size=16)
+    blocks = limits.num_window_blocks + 1 + passage_blocks(max_step_tokens, 16, 16)
+    pages = Pages([torch.empty(blocks * 16, 528, device="meta")], {}, {}, {}, table, table, 16, 7)
     most_extra = 2 * config.head_dim + config.index_n_heads
+    nothing: Any = torch.empty(0, device="meta")
+    width, stages = config.hidden_size, config.draft_layers
+    drafts: Any = SimpleNamespace(
+        layers=[SimpleNamespace(plan=stage) for stage in stages],
+        norm=nothing,
+        main_proj=Fp8Tiles(nothing, nothing, width, len(config.dspark_target_layer_ids) * width),
+        main_kv=Fp8Tiles(nothing, nothing, len(stages) * config.head_dim, width),
+    )
 
-    def make(size: int, long: bool, device: torch.device | str) -> DecodeStep:
-        nothing: Any = torch.empty(0, device="meta")
-        return DecodeStep(
-            RankShape(plan, 0), [SimpleNamespace(num_extra=most_extra)], nothing, nothing, nothing, pages,
-            num_rows=size, device=device, bit_ops=True, long=long,
-        )  # type: ignore[arg-type]  # fmt: skip
+    group = HostGroup(Alone(0, 4), "meta")
+    group.reserve(max(*prefill_sizes(max_step_tokens, max_model_len), 64) * width)
 
-    makers = [partial(make, n, False) for n in decode_sizes(limits.max_num_seqs)]
+    layers: Any = [SimpleNamespace(num_extra=most_extra, plan=SimpleNamespace(starts_decoder=True))]
+    parts = RankShape(plan, 0), layers, nothing, nothing, nothing, pages
+
+    def make(size: int, long: bool, device: torch.device | str) -> tuple[object, ...]:
+        kind = PrefillStep if long and size >= FILLED_ROWS else DecodeStep
+        step = kind(*parts, num_rows=size, device=device, bit_ops=True, long=long, group=group)
+        return step, DraftContext(drafts, step) if with_drafts else None
+
+    def make_replay(device: torch.device | str) -> tuple[object, ...]:
+        step = ReplayStep(*parts, num_rows=REPLAYED_ROWS, device=device, bit_ops=True, group=group)
+        return step, DraftContext(drafts, step) if with_drafts else None
+
+    def make_block(size: int, device: torch.device | str) -> DraftStep:
+        return DraftStep(
+            RankShape(plan, 0, of_drafts=True), drafts, nothing, nothing, pages, num_requests=size, first_own=16,
+            device=device, bit_ops=True, group=group,
+        )  # fmt: skip
+
+    num_drafts = config.dspark_block_size if with_drafts else 0
+    makers: list[Any] = [partial(make, n, False) for n in decode_sizes(limits.max_num_seqs, num_drafts)]
     makers += [partial(make, n, True) for n in prefill_sizes(max_step_tokens, max_model_len)]
-    asked = sum(size for site, size in measure(makers).items() if not site.pinned)
-    lines = {line.name: line for line in cuda_lines(plan, limits, 0, max_step_tokens=max_step_tokens)}
+    if decoder_replay:
+        makers.append(make_replay)
+    if with_drafts:
+        makers += [partial(make_block, n) for n in draft_sizes(limits.max_num_seqs)]
+    asked = group.memory.nbytes + sum(size for site, size in measure(makers).items() if not site.pinned)
+    options: dict[str, Any] = {"max_step_tokens": max_step_tokens, "with_drafts": with_drafts}
+    lines = {line.name: line for line in cuda_lines(plan, limits, 0, **options)}
     planned = lines[DeviceLine.workspace].num_bytes
     assert abs(planned / asked - 1) <= 0.02, f"{planned:,} B planned, {asked:,} B asked for"

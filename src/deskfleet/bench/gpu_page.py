@@ -12,7 +12,8 @@ from deskfleet.bench.gpu import GpuResult
 from deskfleet.errors import ConfigError
 from deskfleet.units import format_bytes
 
-DECODE = "rank0of4-decode"
+STEPS = "rank0of4-"
+"""What names of samples of whole steps begin with: decode, verify (of drafts, and drafting), prefill (of a chunk)."""
 
 
 def is_gpu_result(path: Path) -> bool:
@@ -42,7 +43,7 @@ def render_gpu(file_name: str, result: GpuResult) -> str:
     )
     if "circumstances" in settings:
         head += f" Date, commit and machine: {settings['circumstances']}."
-    rows = _decode_rows(result) if result.name == DECODE else _kernel_rows(result)
+    rows = _step_rows(result) if "kernel_ms" in result.samples[0] else _kernel_rows(result)
     return "\n".join(
         [
             f"## {file_name.removesuffix('.json')}",
@@ -55,20 +56,35 @@ def render_gpu(file_name: str, result: GpuResult) -> str:
     )
 
 
-def _decode_rows(result: GpuResult) -> list[str]:
+def _step_rows(result: GpuResult) -> list[str]:
     """A step's milliseconds by batch size and by kind of kernel. Kernels beside each other count twice."""
     kinds = sorted({kind for sample in result.samples for kind in sample["kernel_ms"]}, key=_by_time(result))
     lines = [
-        f"| rows, context | step, ms: median [p10-p90] | kernels | memory | {' | '.join(kinds)} |",
-        f"|---:|---:|---:|---:|{'---:|' * len(kinds)}",
+        f"| step | ms: median [p10-p90] | kernels | memory | {' | '.join(kinds)} |",
+        f"|---|---:|---:|---:|{'---:|' * len(kinds)}",
     ]
     for sample in result.samples:
         times = " | ".join(f"{sample['kernel_ms'].get(kind, 0.0):.2f}" for kind in kinds)
         lines.append(
-            f"| {sample['rows']}, {sample['context']:,} | {sample['median_ms']:.2f} [{sample['p10_ms']:.2f}-"
-            f"{sample['p90_ms']:.2f}] | {sample['kernels']} | {format_bytes(sample['allocated_bytes'])} | {times} |"
+            f"| {_step(sample)} | {sample['median_ms']:.2f} [{sample['p10_ms']:.2f}-{sample['p90_ms']:.2f}] "
+            f"| {sample['kernels']} | {format_bytes(sample['allocated_bytes'])} | {times} |"
         )
     return lines
+
+
+def _step(sample: Mapping[str, Any]) -> str:
+    """What was run: `decode, 4 rows, 1,100 positions before`."""
+    parts = [sample["name"].removeprefix(STEPS)]
+    if "requests" in sample:
+        parts.append(f"{sample['requests']} requests")
+    parts.append(f"{sample['rows']:,} rows")
+    if sample.get("replayed"):
+        parts.append(f"{sample['replayed']:,} of them in the decoder")
+    if "context" in sample:
+        parts.append(f"{sample['context']:,} positions before")
+    if "tokens_per_s" in sample:
+        parts.append(f"{sample['tokens_per_s']:,.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def _by_time(result: GpuResult) -> Any:
@@ -97,4 +113,4 @@ def _kernel_rows(result: GpuResult) -> list[str]:
     return lines
 
 
-__all__ = ["DECODE", "is_gpu_result", "read_gpu_result", "render_gpu"]
+__all__ = ["STEPS", "is_gpu_result", "read_gpu_result", "render_gpu"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,10 +20,12 @@ from deskfleet.engine import ops
 from deskfleet.engine.batch import BatchBuilder, Segment
 from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.model.draft import DraftModel
+from deskfleet.engine.messages import DraftRequest
+from deskfleet.engine.model.draft import Anchor, DraftModel, Proposal
 from deskfleet.engine.model.engram import Tables
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower
+from deskfleet.engine.speculate import Coins, draft_choice
 from deskfleet.engine.tables import BlockTables, TableUpdate
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import EngineError
@@ -31,6 +34,7 @@ from deskfleet.model.limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, OperatorChoic
 from deskfleet.model.packs import PackedTables
 
 if TYPE_CHECKING:  # needs Triton, which not every torch brings
+    from deskfleet.engine.cuda.collectives import DeviceGroup
     from deskfleet.engine.cuda.model import CudaModel
 
 _LEAST_CAPABILITY = (8, 9)  # FP8 in the tensor cores
@@ -39,10 +43,11 @@ _LEAST_CAPABILITY = (8, 9)  # FP8 in the tensor cores
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """How a device is used. `max_step_tokens`: of all requests of one step; `graphs`: captured, not launched one by
-    one."""
+    one; `rendezvous`: where ranks meet for their devices if they have not met through torch (RankSpec)."""
 
     max_step_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     graphs: bool = True
+    rendezvous: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,11 @@ class Parts:
 class Backend(Protocol):
     """A loaded rank on one kind of device."""
 
-    drafts: DraftModel | None
     vision: VisionTower | None
+
+    @property
+    def device_exchange(self) -> str | None:
+        """How the devices of several ranks exchange; None where only the ranks themselves do."""
 
     @property
     def engram_tables(self) -> Tables: ...
@@ -85,6 +93,10 @@ class Backend(Protocol):
         updates: Sequence[TableUpdate],
     ) -> Tensor:
         """One pass, after `updates`, which the tables have taken over. Logits float32 [R, V] on the host."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """A block of drafts after the last pass of each of the requests, on the host; logits may be empty, [B, n, 0],
+        where none of them samples. Raises EngineError where no drafts are served."""
 
     def close(self) -> None:
         """Close files."""
@@ -112,6 +124,10 @@ class CpuBackend:
             num_window_blocks=limits.num_window_blocks,
             dcp_size=parts.dcp.size,
         )
+
+    @property
+    def device_exchange(self) -> str | None:
+        return None
 
     @property
     def engram_tables(self) -> Tables:
@@ -143,21 +159,40 @@ class CpuBackend:
             rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
         return self.model.logits(output.hidden[rows])
 
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        if self.drafts is None:
+            raise EngineError("this engine was started without drafts")
+        anchors = [Anchor(r.slot, r.position, r.token_id, r.window_from) for r in requests]
+        choose = partial(_choose_drafts, requests)
+        return self.drafts.propose(anchors, self._parts.tables, self.cache, choose=choose)
+
     def close(self) -> None:
         self.model.close()
+
+
+def _choose_drafts(requests: Sequence[DraftRequest], place: int, logits: Tensor) -> Tensor:
+    """Draft token int64 [B] of block place `place` from logits float32 [B, V]."""
+    if all(r.temperature == 0 for r in requests):
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    rows = zip(requests, logits.numpy(), strict=True)
+    return torch.tensor(
+        [draft_choice(row, r.temperature, coins=Coins(r.seed), place=r.place, index=place) for r, row in rows]
+    )
 
 
 class CudaBackend:
     """The kernels of engine/cuda on `device`; whatever they do not do is refused before (model/device.py)."""
 
-    def __init__(self, parts: Parts, device: torch.device, *, bit_ops: bool) -> None:
-        if parts.comm.size > 1 or parts.with_drafts or parts.limits.decoder_replay:
-            raise EngineError("a GPU runs one rank, without drafts and without decoder replay")
+    def __init__(self, parts: Parts, device: torch.device, group: DeviceGroup, *, bit_ops: bool) -> None:
+        """`group`: how the devices of the ranks exchange."""
+        if parts.dcp.size > 1:
+            raise EngineError("GPUs share out no global cache")
         from deskfleet.engine.cuda.model import CudaModel
 
         self._parts = parts
-        self.drafts: DraftModel | None = None
-        self.vision: VisionTower | None = None
+        self.vision: VisionTower | None = None  # on the host, as of a rank on the CPU
+        if parts.reader.plan.config.vision and parts.comm.rank == 0:
+            self.vision = VisionTower(parts.reader.plan.config.vision, parts.reader)
         self.model: CudaModel = CudaModel(
             parts.reader,
             parts.comm,
@@ -167,7 +202,13 @@ class CudaBackend:
             graphs=parts.device.graphs,
             bit_ops=bit_ops,
             pack=parts.pack,
+            with_drafts=parts.with_drafts,
+            group=group,
         )
+
+    @property
+    def device_exchange(self) -> str | None:
+        return None if self.model.group.is_alone else str(self.model.group)
 
     @property
     def engram_tables(self) -> Tables:
@@ -188,21 +229,31 @@ class CudaBackend:
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
     ) -> Tensor:
-        if image_rows is not None:
-            raise EngineError("images are not computed on a GPU yet")
-        return self.model.run(self._parts.builder, self._parts.tables, segments, logit_rows, updates)
+        return self.model.run(
+            self._parts.builder, self._parts.tables, segments, logit_rows, updates, image_rows
+        )
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        return self.model.propose(requests)
 
     def close(self) -> None:
         self.model.close()
 
 
 def _cuda(parts: Parts) -> CudaBackend:
+    from deskfleet.engine.cuda import collectives
+
     open_device()
-    return CudaBackend(parts, torch.device("cuda", torch.cuda.current_device()), bit_ops=False)
+    device, group = collectives.meet(parts.comm, parts.device.rendezvous)
+    open_device()  # which may be another one now
+    return CudaBackend(parts, device, group, bit_ops=False)
 
 
 def _interpreter(parts: Parts) -> CudaBackend:
-    return CudaBackend(parts, torch.device("cpu"), bit_ops=True)
+    from deskfleet.engine.cuda import collectives
+
+    group = collectives.DeviceGroup() if parts.comm.size == 1 else collectives.HostGroup(parts.comm)
+    return CudaBackend(parts, torch.device("cpu"), group, bit_ops=True)
 
 
 BACKENDS: Mapping[str, Callable[[Parts], Backend]] = {

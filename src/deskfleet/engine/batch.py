@@ -198,7 +198,7 @@ class BatchBuilder:
 
     def _tail(self, batch: Batch) -> Tail | None:
         """The rows from the first that a window block is kept of; earlier ones no later step sees in the decoder."""
-        cut = [self._tail_start(segment) for segment in batch.segments]
+        cut = [self.tail_start(segment) for segment in batch.segments]
         if all(start == segment.start for start, segment in zip(cut, batch.segments, strict=True)):
             return None
         segments, rows = [], []
@@ -219,8 +219,9 @@ class BatchBuilder:
         kept = np.concatenate(rows)
         return Tail(_tensor(kept), self._build(segments, batch.engram_ids[kept]))
 
-    def _tail_start(self, segment: Segment) -> int:
-        if segment.in_full:
+    def tail_start(self, segment: Segment) -> int:
+        """The first position of a segment that goes through the decoder (spec §3.3)."""
+        if segment.in_full or not self._decoder_replay:
             return segment.start
         stop, size = segment.start + segment.num_tokens, self._tables.block_size
         return max(

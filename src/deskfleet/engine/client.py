@@ -549,12 +549,6 @@ class EngineClient:
         await self._check_form(request.sampling)
         if request.images and config.vision is None:
             raise RequestError("this checkpoint cannot see images", param="messages")
-        if request.images and self.options.device != "cpu":
-            raise RequestError(
-                "images are not computed on a GPU yet",
-                param="messages",
-                hint="serve the checkpoint with --device cpu for them",
-            )
         check_placeholders(request.prompt_token_ids, config.image_token_id, len(request.images))
         images: list[PreparedImage] = []
         if request.images and config.vision is not None:
@@ -645,10 +639,7 @@ def _check_options(options: EngineOptions) -> None:
 def _check_device_options(options: EngineOptions) -> None:
     """Refuse what a GPU does not do yet, rather than do something else."""
     for name, is_set, otherwise in (
-        ("tp_size", options.tp_size > 1, "one rank: leave out --tp"),
         ("dcp_size", options.dcp_size > 1, "leave out --dcp"),
-        ("speculation", options.speculation != "off", "--speculate off"),
-        ("decoder_replay", options.decoder_replay, "leave out --decoder-replay"),
         ("prefix_replay", options.prefix_replay != "exact", "--prefix-replay exact"),
         ("operators", options.operators != "auto", "operators are for --device cpu"),
     ):

@@ -17,7 +17,8 @@ from torch import Tensor
 from deskfleet.engine.spec import Transport
 from deskfleet.errors import EngineError
 
-_TIMEOUT = timedelta(days=30)  # liveness is the supervisor's business: it watches processes, not clocks
+TIMEOUT = timedelta(days=30)
+"""Of a collective. Liveness is the supervisor's business: it watches processes, not clocks."""
 
 
 class PeerLost(EngineError):
@@ -102,7 +103,7 @@ class GlooCommunicator(Communicator):
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: str) -> GlooCommunicator:
         """Meet the other ranks. `rendezvous` is a file:// or tcp:// URL; blocks until all are there."""
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=TIMEOUT)
         return cls(rank, size)
 
     def leave(self) -> None:
@@ -112,7 +113,7 @@ class GlooCommunicator(Communicator):
 
     def _split(self, size: int) -> Communicator:
         groups = [
-            dist.new_group(list(range(first, first + size)), timeout=_TIMEOUT)
+            dist.new_group(list(range(first, first + size)), timeout=TIMEOUT)
             for first in range(0, self.size, size)
         ]
         return GlooCommunicator(self.rank % size, size, groups[self.rank // size])
@@ -143,4 +144,4 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-__all__ = ["Communicator", "GlooCommunicator", "Meeting", "PeerLost"]
+__all__ = ["TIMEOUT", "Communicator", "GlooCommunicator", "Meeting", "PeerLost"]

@@ -73,14 +73,16 @@ def _device_roots(backend: CudaBackend) -> Iterator[tuple[DeviceLine, object]]:
     yield DeviceLine.block_tables, (pages.window_table, pages.entry_table)
     yield DeviceLine.routed_experts, [(layer.w13, layer.w2) for layer in weights.layers]
     yield DeviceLine.vocabulary, (weights.embedding, weights.head, weights.norm)
+    yield DeviceLine.draft, model.draft_weights
     yield DeviceLine.dense, weights.layers
-    yield DeviceLine.workspace, model.workspace.device_arenas
+    yield DeviceLine.workspace, (model.workspace.device_arenas, model.group.memory)
 
 
 def _roots(runner: ModelRunner) -> Iterator[tuple[TensorLine, object]]:
     """Where each line's arrays are, those that lie inside of another line's objects first."""
     if not isinstance(runner.backend, CpuBackend):
         yield TensorLine.block_tables, runner.tables
+        yield TensorLine.vision, runner.vision
         yield TensorLine.engram, runner
         return
     model, drafts, cache = runner.model, runner.drafts, runner.cache

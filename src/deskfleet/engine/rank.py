@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY_BYTES = 1 << 24
 _QUEUE_SHOWN = 256
+_PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "gloo", "ncclremoteerror")
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,7 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
     comm = _meet(meeting, spec, group_memory)
     before = process_memory()
     with_drafts = _speculation(spec, checkpoint).num_drafts > 0
-    on_cpu = spec.device == "cpu"
-    to_read = _bytes_to_read(plan, spec.rank, with_drafts=with_drafts, with_images=on_cpu)
+    to_read = _bytes_to_read(plan, spec.rank, with_drafts=with_drafts)
     progress = _Progress(control, spec.rank, to_read)
     runner = ModelRunner(
         checkpoint,
@@ -110,7 +110,7 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
         on_read=progress.add,
         pack=_pack(spec, paths),
         device=spec.device,
-        device_options=DeviceOptions(spec.max_num_batched_tokens, spec.graphs),
+        device_options=DeviceOptions(spec.max_num_batched_tokens, spec.graphs, spec.rendezvous),
     )
     # Before ready: a tokenizer of full size takes a second, which the first request must not wait for.
     core = _core(spec, checkpoint, runner, compressed) if spec.rank == 0 else None
@@ -118,7 +118,7 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
     give_back_free_heap()
     memory = RankMemory(spec.rank, census(runner), before, process_memory(), device_census(runner))
     load_s = time.monotonic() - begin
-    tables = runner.backend.engram_tables
+    tables, between = runner.backend.engram_tables, runner.backend.device_exchange
     pulse.runner = runner
     control.send(
         messages.Ready(
@@ -129,7 +129,7 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
             tables.report,
             str(operators),
             memory,
-            str(meeting),
+            str(meeting) if between is None else f"{meeting}; GPUs: {between}",
         )
     )
     if core is not None:
@@ -306,9 +306,9 @@ def _lead(core: EngineCore, tables: Tables, control: Control) -> None:
             control.send(messages.StepOutput(tuple(outputs), core.stats, queue))
 
 
-def _bytes_to_read(plan: ShardPlan, rank: int, *, with_drafts: bool, with_images: bool = True) -> int:
+def _bytes_to_read(plan: ShardPlan, rank: int, *, with_drafts: bool) -> int:
     """Bytes a rank loads: Engram tables stay on disk, drafts if they are served, and only rank 0 sees images."""
-    left_out = {TensorClass.engram} | ({TensorClass.vision} if rank > 0 or not with_images else set())
+    left_out = {TensorClass.engram} | ({TensorClass.vision} if rank > 0 else set())
     if not with_drafts:
         left_out.add(TensorClass.draft)
     return sum(num_bytes for kind, num_bytes in plan.rank_bytes(rank).items() if kind not in left_out)
@@ -338,13 +338,11 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 def _is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone; gloo says so only in words."""
+    """Whether a collective failed because another rank is gone; gloo and NCCL say so only in words."""
     if isinstance(error, PeerLost):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("connection closed by peer", "connection reset", "broken pipe", "gloo")
-    )
+    return isinstance(error, RuntimeError) and any(words in text for words in _PEER_LOSS)
 
 
 def serve(

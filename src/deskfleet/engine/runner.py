@@ -6,7 +6,6 @@ Rank 0 builds segments and broadcasts them; all ranks run the same rows. Knows n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,11 +16,10 @@ from deskfleet.engine.backends import BACKENDS, Backend, CpuBackend, DeviceOptio
 from deskfleet.engine.batch import BatchBuilder, Segment
 from deskfleet.engine.cache import PagedCache
 from deskfleet.engine.distributed import Communicator
-from deskfleet.engine.model.draft import Anchor, DraftModel, Proposal
+from deskfleet.engine.model.draft import DraftModel, Proposal
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower, normalise_pixels
 from deskfleet.engine.progress import Progress
-from deskfleet.engine.speculate import Coins, draft_choice
 from deskfleet.engine.tables import BlockTables, TableUpdate
 from deskfleet.engine.weights import Allocate, ShardReader
 from deskfleet.errors import EngineError
@@ -91,8 +89,8 @@ class ModelRunner:
 
     @property
     def drafts(self) -> DraftModel | None:
-        """The draft stages, where they are served."""
-        return self.backend.drafts
+        """The draft stages of a rank on the CPU, where they are served."""
+        return self._cpu.drafts
 
     @property
     def vision(self) -> VisionTower | None:
@@ -204,25 +202,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:
-        if self.drafts is None:
-            raise EngineError("this engine was started without drafts")
         self.progress.begin("draft", len(requests))
-        anchors = [Anchor(r.slot, r.position, r.token_id, r.window_from) for r in requests]
-        proposal = self.drafts.propose(
-            anchors, self.tables, self.cache, choose=partial(_choose_drafts, requests)
-        )
+        proposal = self.backend.propose(requests)
         self.progress.end()
         return proposal
-
-
-def _choose_drafts(requests: Sequence[messages.DraftRequest], place: int, logits: Tensor) -> Tensor:
-    """Draft token int64 [B] of block place `place` from logits float32 [B, V]."""
-    if all(r.temperature == 0 for r in requests):
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    rows = zip(requests, logits.numpy(), strict=True)
-    return torch.tensor(
-        [draft_choice(row, r.temperature, coins=Coins(r.seed), place=r.place, index=place) for r, row in rows]
-    )
 
 
 def _to_message(segment: Segment) -> messages.SegmentMessage:

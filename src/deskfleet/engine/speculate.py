@@ -267,12 +267,22 @@ class Coins:
         return float(np.random.Generator(np.random.Philox(key=key, counter=counter)).random())
 
 
+def draft_coins(seed: int, place: int, count: int) -> list[float]:
+    """What `draft_choice` tosses for the first `count` drafts of a block: no coin depends on what fell before."""
+    return [Coins(seed).uniform("draft", place, index) for index in range(count)]
+
+
+def draft_temperature(temperature: float) -> float:
+    """By which logits are divided where `temperature` is above 0; 0 stays."""
+    return max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0.0
+
+
 def draft_distribution(logits: np.ndarray, temperature: float) -> np.ndarray:
     """float64 probabilities [..., V] that drafts are drawn from; a row with NaN or +inf becomes NaN.
 
     temperature: above 0.
     """
-    scaled = logits.astype(np.float64) / max(temperature, _LEAST_TEMPERATURE)
+    scaled = logits.astype(np.float64) / draft_temperature(temperature)
     with np.errstate(invalid="ignore"):
         weights = np.exp(scaled - scaled.max(-1, keepdims=True))
     probabilities: np.ndarray = weights / weights.sum(-1, keepdims=True)
@@ -506,7 +516,9 @@ __all__ = [
     "allocate",
     "confidence_length",
     "draft_choice",
+    "draft_coins",
     "draft_distribution",
+    "draft_temperature",
     "outcomes",
     "pick",
     "survival",

@@ -21,7 +21,7 @@ from deskfleet.engine import ops
 from deskfleet.engine.arena import Allocate, Arena
 from deskfleet.errors import CheckpointError
 from deskfleet.model.checkpoint import Checkpoint, TensorInfo
-from deskfleet.model.layout import ShardPlan, TensorShard
+from deskfleet.model.layout import Layout, ShardPlan, TensorShard
 
 _NUMPY_DTYPES = {
     "BF16": np.uint16,
@@ -72,6 +72,11 @@ class ShardReader:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._files.clear()
+
+    def whole(self) -> ShardReader:
+        """One that reads tensors as a rank alone has them, for what every rank holds all of."""
+        alone = ShardPlan(self.plan.config, Layout(1))
+        return ShardReader(self.checkpoint, alone, 0, allocate=self._allocate, on_read=self._on_read)
 
     def raw(self, name: str) -> np.ndarray:
         """This rank's slice of `name` in its stored dtype (bf16 as uint16, FP8/E8M0/FP4 as uint8), padded."""

@@ -55,6 +55,7 @@ class DeviceLine(StrEnum):
     routed_experts = "gpu.weights.routed_expert"
     dense = "gpu.weights.dense"
     vocabulary = "gpu.weights.other"
+    draft = "gpu.weights.draft"
     windows = "gpu.kv.windows"
     entries = "gpu.kv.entries"
     index_keys = "gpu.kv.index_keys"

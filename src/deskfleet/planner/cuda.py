@@ -15,7 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from deskfleet.model.cache_formats import CacheFormats
 from deskfleet.model.config import ModelConfig
-from deskfleet.model.device import decode_sizes, prefill_sizes
+from deskfleet.model.device import (
+    FILLED_ROWS,
+    MOST_DECODE_ROWS,
+    REPLAYED_ROWS,
+    decode_sizes,
+    draft_sizes,
+    passage_blocks,
+    prefill_sizes,
+    summed_rows,
+)
 from deskfleet.model.layers import LayerPlan
 from deskfleet.model.layout import ShardPlan
 from deskfleet.model.limits import RunnerLimits
@@ -27,16 +36,26 @@ _TILE_ROWS = 128
 _GATES = 64
 _LOGIT_ROWS = 64
 _HEAD_ROWS = 16  # heads of one partial sum of attention
+_ATTENDED_WIDTH, _ATTENDED_KEYS = (
+    512,
+    16,
+)  # heads whose width this divides share a list out in chunks of so many
 _PROCESSORS = 132
 _PRODUCTS = 160  # partial products of 128 x 16
 _KEYS = 64  # that attention takes at a time
 _CHUNK = 4096  # scores that one of many programs looks at
 _COUNTERS = 64  # places of a row whose partial sums are counted
-_BF16, _FLOAT32, _INT32, _INT64 = 2, 4, 4, 8
+_SCORES = 1 << 30  # bytes of scores that a filled step has at a time
+_EXPANDED = 16 << 20  # weights that it has as bf16 at a time
+_SPARE_POSITIONS = 16384  # whose entries it has room for beside those of the longest request
+_LONE_ROWS = 128  # rows whose picks it has for themselves
+_ITEM_ROWS = 128  # rows of an expert that are taken at a time, at most
+_MARKOV_TILE, _CHANCES = 64, 1024  # tokens of a program that biases logits, and of one that adds chances up
+_BF16, _FLOAT32, _INT32, _INT64, _FLOAT64 = 2, 4, 4, 8, 8
 
 
 def cuda_lines(
-    plan: ShardPlan, limits: RunnerLimits, rank: int, *, max_step_tokens: int
+    plan: ShardPlan, limits: RunnerLimits, rank: int, *, max_step_tokens: int, with_drafts: bool = False
 ) -> tuple[BudgetLine, ...]:
     """Every line of one rank on a GPU, in bytes; all are there once it is loaded.
 
@@ -44,8 +63,8 @@ def cuda_lines(
     """
     return tuple(
         line
-        for line in (*_weight_lines(plan, rank), *_page_lines(plan, limits, max_step_tokens),
-                     _step_line(plan, limits, rank, max_step_tokens))
+        for line in (*_weight_lines(plan, rank, with_drafts), *_page_lines(plan, limits, max_step_tokens, with_drafts),
+                     _step_line(plan, limits, max_step_tokens, with_drafts))
         if line.num_bytes
     )  # fmt: skip
 
@@ -97,10 +116,14 @@ def _num_extra(config: ModelConfig, layer: LayerPlan) -> int:
     return rows + (config.index_n_heads if layer.is_index_source else 0)
 
 
-def _weight_lines(plan: ShardPlan, rank: int) -> Iterator[BudgetLine]:
+def _expert_bytes(config: ModelConfig) -> int:
+    hidden, width = config.hidden_size, _expert_width(config)
+    return _fp4_bytes(2 * width, hidden) + _fp4_bytes(hidden, width)
+
+
+def _weight_lines(plan: ShardPlan, rank: int, with_drafts: bool) -> Iterator[BudgetLine]:
     c = plan.config
-    experts, width = len(plan.expert_range(rank)), _expert_width(c)
-    one = _fp4_bytes(2 * width, c.hidden_size) + _fp4_bytes(c.hidden_size, width)
+    experts, one = len(plan.expert_range(rank)), _expert_bytes(c)
     layers = len(c.layers)
     yield BudgetLine(
         DeviceLine.routed_experts,
@@ -129,6 +152,27 @@ def _weight_lines(plan: ShardPlan, rank: int) -> Iterator[BudgetLine]:
         f"2 x {rows:,} tokens x {hidden} x 2 B",
         "embedding and head by token, padded to equal shares and whole tiles",
     )
+    if with_drafts:
+        yield _draft_line(plan, rank)
+
+
+def _draft_line(plan: ShardPlan, rank: int) -> BudgetLine:
+    c = plan.config
+    hidden, markov, stages = c.hidden_size, c.dspark_markov_rank, c.draft_layers
+    experts = len(plan.draft_expert_range(rank))
+    total = sum(_dense_bytes(plan, stage) + experts * _expert_bytes(c) for stage in stages)
+    total += _fp8_bytes(hidden, len(c.dspark_target_layer_ids) * hidden)
+    total += _fp8_bytes(len(stages) * c.head_dim, hidden)  # wkv of every stage once more, together
+    total += 2 * hidden * _FLOAT32
+    total += 2 * c.vocab_size * markov * _BF16 + (hidden + markov) * _BF16  # each rank has all of it
+    return BudgetLine(
+        DeviceLine.draft,
+        "weights",
+        total,
+        "persistent",
+        f"{len(stages)} stages of {experts} experts, 2 x {c.vocab_size:,} tokens x {markov} x 2 B",
+        "the draft stages, because drafts are served",
+    )
 
 
 def _dense_bytes(plan: ShardPlan, layer: LayerPlan) -> int:
@@ -140,7 +184,8 @@ def _dense_bytes(plan: ShardPlan, layer: LayerPlan) -> int:
     total += _fp8_bytes(c.q_lora_rank + c.head_dim, hidden) + (c.q_lora_rank + c.head_dim) * _FLOAT32
     total += _fp8_bytes(heads * c.head_dim, c.q_lora_rank) + heads * _FLOAT32
     total += _fp8_bytes(grouped, c.heads_per_group * c.head_dim) + _fp8_bytes(hidden, grouped)
-    total += _bf16_bytes(layer.num_experts, hidden) + layer.num_experts * _FLOAT32
+    biases = 1 if c.vision is None or layer.is_draft else 2  # one for rows of images
+    total += _bf16_bytes(layer.num_experts, hidden) + biases * layer.num_experts * _FLOAT32
     total += _fp8_bytes(2 * width, hidden) + _fp8_bytes(hidden, width)
     if extra := _num_extra(c, layer):
         total += _bf16_bytes(extra, hidden)
@@ -156,10 +201,13 @@ def _dense_bytes(plan: ShardPlan, layer: LayerPlan) -> int:
 # --- pages --------------------------------------------------------------------------------------------
 
 
-def _page_lines(plan: ShardPlan, limits: RunnerLimits, max_step_tokens: int) -> Iterator[BudgetLine]:
+def _page_lines(
+    plan: ShardPlan, limits: RunnerLimits, max_step_tokens: int, with_drafts: bool
+) -> Iterator[BudgetLine]:
     c, size = plan.config, limits.block_size
-    formats = CacheFormats(c, size, with_drafts=False)
-    passage = math.ceil(max_step_tokens / size) + limits.max_num_seqs
+    formats = CacheFormats(c, size, with_drafts)
+    drafted = c.dspark_block_size if with_drafts else 0
+    passage = passage_blocks(max_step_tokens, limits.max_num_seqs, size, drafted)
     windows = limits.num_window_blocks + 1 + passage
     yield BudgetLine(
         DeviceLine.windows,
@@ -201,81 +249,219 @@ def _page_lines(plan: ShardPlan, limits: RunnerLimits, max_step_tokens: int) -> 
 # --- steps --------------------------------------------------------------------------------------------
 
 
-def _step_line(plan: ShardPlan, limits: RunnerLimits, rank: int, max_step_tokens: int) -> BudgetLine:
-    sizes = [*decode_sizes(limits.max_num_seqs), *prefill_sizes(max_step_tokens, limits.max_model_len)]
-    rows = max(sizes)
-    row = sum(_row_bytes(plan, limits).values())
-    logits = min(rows, _LOGIT_ROWS) * (plan.vocab_per_rank * _FLOAT32 + plan.config.hidden_size * _BF16)
-    parts = _part_bytes(plan, limits, sizes)
+def _step_line(plan: ShardPlan, limits: RunnerLimits, max_step_tokens: int, with_drafts: bool) -> BudgetLine:
+    c = plan.config
+    num_drafts = c.dspark_block_size if with_drafts else 0
+    sizes = [
+        *decode_sizes(limits.max_num_seqs, num_drafts),
+        *prefill_sizes(max_step_tokens, limits.max_model_len),
+    ]
+    rows, few = max(sizes), [size for size in sizes if size < FILLED_ROWS]
+    row = sum(_row_bytes(plan, limits).values()) + (_context_bytes(c) if with_drafts else 0)
+    filled = _filled_bytes(plan, limits, rows, max_step_tokens) if rows >= FILLED_ROWS else 0
+    logits = min(rows, _LOGIT_ROWS) * (_logit_bytes(plan) + c.hidden_size * _BF16)
+    parts = _part_bytes(plan, c.n_routed_experts, c.num_experts_per_tok, few, (0, c.index_topk))
+    parts += _PRODUCTS * _TILE_ROWS * 16 * _FLOAT32
+    few_row = sum(_few_row_bytes(plan, limits).values())
+    replay = 0
+    if limits.decoder_replay:
+        replay = REPLAYED_ROWS * (row + _INT64 + (1 + c.sliding_window) * _INT32) + logits
+        replay += _filled_bytes(plan, limits, REPLAYED_ROWS, max_step_tokens)
+    if with_drafts:
+        parts += max(_context_part_bytes(c, size) for size in sizes)
+    drafts = _block_bytes(plan, limits) if with_drafts else 0
+    summed = 0
+    if plan.layout.tp_size > 1:
+        most = summed_rows(limits.max_num_seqs, rows, num_drafts, decoder_replay=limits.decoder_replay)
+        summed = most * c.hidden_size * _FLOAT32
+    formula = f"{rows:,} rows x {row:,} B + {max(few):,} x {few_row:,} B + {logits:,} B of logits"
+    formula += f" + {parts:,} B of partial sums"
+    for num_bytes, what in ((filled, "filled steps"), (replay, "decoder replay"), (drafts, "drafts")):
+        formula += f" + {num_bytes:,} B of {what}" if num_bytes else ""
     return BudgetLine(
         DeviceLine.workspace,
         "workspace",
-        rows * row + logits + parts,
+        rows * row + max(few) * few_row + filled + replay + logits + parts + drafts + summed,
         "persistent",
-        f"{rows:,} rows x {row:,} B + {logits:,} B of logits + {parts:,} B of partial sums",
+        formula + (f" + {summed:,} B of sums over ranks" if summed else ""),
         f"what kernels leave for each other, of steps of up to {rows:,} rows",
     )
 
 
-def _row_bytes(plan: ShardPlan, limits: RunnerLimits) -> Mapping[str, int]:
-    """Bytes of one row of a step, by what they are for."""
+def _block_bytes(plan: ShardPlan, limits: RunnerLimits) -> int:
+    """Buffers of blocks of drafts for as many requests as there are at a time."""
     c = plan.config
-    hidden, width, chosen = c.hidden_size, _expert_width(c), c.num_experts_per_tok
-    slices = hidden // 64
-    grouped = plan.groups_per_rank * _group_rank(c)
-    entries = _up(limits.max_model_len, limits.block_size)
-    blocks = math.ceil(entries / c.candidate_block_size)
-    words = math.ceil(width / 128)
-    sources = len(c.index_source_layer_ids)
-    return {
-        "inputs": 2 * _INT64 + 4 * _INT32 + 3 * c.qk_rope_head_dim * _FLOAT32,
-        "streams": (c.hc_mult + 2) * hidden * _BF16
-        + slices * (2 + c.hc_num_mixes) * _FLOAT32
+    sizes = [n * c.dspark_block_size for n in draft_sizes(limits.max_num_seqs)]
+    drafted = (c.dspark_block_size,)
+    parts = _part_bytes(plan, c.dspark_n_routed_experts, c.dspark_num_experts_per_tok, sizes, drafted)
+    hidden, latents = c.hidden_size, c.q_lora_rank + c.head_dim
+    parts += max(_split_bytes(math.ceil(latents / _TILE_ROWS), hidden, size) for size in sizes)
+    return max(sizes) * sum(_block_row_bytes(plan).values()) + parts
+
+
+def _stream_bytes(config: ModelConfig) -> int:
+    hidden, copies = config.hidden_size, config.hc_mult
+    return (
+        (copies + 2) * hidden * _BF16
+        + hidden // 64 * (2 + config.hc_num_mixes) * _FLOAT32
         + hidden
         + math.ceil(hidden / 128) * _INT32
-        + c.hc_mult * (2 + c.hc_mult) * _FLOAT32,
-        "experts": (chosen + 1) * (hidden * _BF16 + width + words * _INT32)
-        + chosen * (_INT32 + _FLOAT32)
-        + c.n_routed_experts * _FLOAT32
-        + _COUNTERS * _INT32,
-        "attention": 2
-        * plan.heads_per_rank
-        * c.head_dim
-        * _BF16  # with window alone, and with picked entries
-        + plan.heads_per_rank * c.head_dim * _BF16
-        + (c.q_lora_rank + c.head_dim + hidden) * _BF16
+        + copies * (2 + copies) * _FLOAT32
+    )
+
+
+def _choices_bytes(experts: int, chosen: int) -> int:
+    """A row's choice of `chosen` of so many experts."""
+    return chosen * (_INT32 + _FLOAT32) + experts * _FLOAT32 + _COUNTERS * _INT32
+
+
+def _chosen_bytes(config: ModelConfig, chosen: int) -> int:
+    """What the `chosen` experts and the shared one make of a row."""
+    hidden, width = config.hidden_size, _expert_width(config)
+    return (chosen + 1) * (hidden * _BF16 + width + math.ceil(width / 128) * _INT32)
+
+
+def _attended_bytes(plan: ShardPlan, outputs: int) -> int:
+    """A row's queries, latents and grouped outputs, and of its heads' outputs as many as there are kinds of layers."""
+    c = plan.config
+    grouped = plan.groups_per_rank * _group_rank(c)
+    zeros = c.hidden_size * _BF16 if plan.layout.tp_size > 1 else 0  # beside a sum over ranks
+    return (
+        zeros
+        + (outputs + 1) * plan.heads_per_rank * c.head_dim * _BF16
+        + (c.q_lora_rank + c.head_dim + c.hidden_size) * _BF16
         + c.q_lora_rank
         + math.ceil(c.q_lora_rank / 128) * _INT32
         + grouped
-        + math.ceil(grouped / 128) * _INT32,
+        + math.ceil(grouped / 128) * _INT32
+    )
+
+
+def _logit_bytes(plan: ShardPlan) -> int:
+    """A row's logits, and of several ranks those of all, as they come and beside each other."""
+    ranks = plan.layout.tp_size
+    return (1 + (2 * ranks if ranks > 1 else 0)) * plan.vocab_per_rank * _FLOAT32
+
+
+def _row_bytes(plan: ShardPlan, limits: RunnerLimits) -> Mapping[str, int]:
+    """Bytes of one row of a step of any size, by what they are for."""
+    c = plan.config
+    hidden = c.hidden_size
+    sources = len(c.index_source_layer_ids)
+    return {
+        "inputs": 2 * _INT64 + 4 * _INT32 + 3 * c.qk_rope_head_dim * _FLOAT32,
+        "streams": _stream_bytes(c),
+        "experts": _choices_bytes(c.n_routed_experts, c.num_experts_per_tok),
+        "attention": _attended_bytes(plan, 0),
         "index": max(_num_extra(c, layer) for layer in c.layers) * _FLOAT32
         + c.head_dim * _BF16
         + c.index_head_dim * _FLOAT32
         + c.index_n_heads * c.index_head_dim * _BF16
-        + (2 * sources * c.index_topk + c.sliding_window) * _INT32
-        + entries * _BF16
-        + blocks * (_BF16 + 1)
-        + c.candidate_topk_blocks * _INT32,
+        + (2 * sources * c.index_topk + c.sliding_window) * _INT32,
         "engram": len(c.engram_layer_ids) * (c.engram_width + 4 * math.ceil(c.engram_width / 128))
         + (c.hc_mult + 1) * hidden * _BF16,
         "taps": max(len(c.dspark_target_layer_ids), 1) * hidden * _BF16,
     }
 
 
-def _part_bytes(plan: ShardPlan, limits: RunnerLimits, sizes: Sequence[int]) -> int:
-    """Partial sums: of attention one for each processor at most, of both kinds of layers; of products as many as there
-    are programs at a time; of the experts those of the step that has the most of them; and of the choice of entries."""
-    kinds = 2 if plan.config.sliding_window > _KEYS else 1  # a window of one block of keys is in no parts
-    attention = kinds * _PROCESSORS * _HEAD_ROWS * (plan.config.head_dim + 2) * _FLOAT32
-    experts = max(_expert_part_bytes(plan.config, rows) for rows in sizes)
-    shared = max(_shared_part_bytes(plan.config, rows) for rows in sizes)
-    choice = max(sizes) * _choice_bytes(plan.config, limits)
-    return attention + experts + shared + choice + _PRODUCTS * _TILE_ROWS * 16 * _FLOAT32
+def _few_row_bytes(plan: ShardPlan, limits: RunnerLimits) -> Mapping[str, int]:
+    """What a row has beside them in a step that does not fill the tensor cores."""
+    c = plan.config
+    return {
+        "experts": _chosen_bytes(c, c.num_experts_per_tok),
+        # With window alone, and with picked entries.
+        "attention": 2 * plan.heads_per_rank * c.head_dim * _BF16,
+        "index": _scored_bytes(c, limits),
+    }
 
 
-def _expert_part_bytes(config: ModelConfig, num_rows: int) -> int:
-    """Of a step of `num_rows`: as engine/cuda/experts.py cuts the routed experts' K."""
-    pairs, experts = num_rows * config.num_experts_per_tok, config.n_routed_experts
+def _scored_bytes(config: ModelConfig, limits: RunnerLimits) -> int:
+    """A row's scores, of entries and of their blocks, and the choice among them."""
+    entries = _up(limits.max_model_len, limits.block_size)
+    blocks = math.ceil(entries / config.candidate_block_size)
+    scores = entries * _BF16 + blocks * (_BF16 + 1) + config.candidate_topk_blocks * _INT32
+    return scores + _choice_bytes(config, limits)
+
+
+def _filled_bytes(plan: ShardPlan, limits: RunnerLimits, rows: int, max_step_tokens: int) -> int:
+    """What a step of `rows` has beside its rows' own where they fill the tensor cores (engine/cuda/prefill.py)."""
+    c, size = plan.config, limits.block_size
+    hidden, width, chosen = c.hidden_size, _expert_width(c), c.num_experts_per_tok
+    grouped = plan.groups_per_rank * _group_rank(c)
+    widest = max(hidden, c.engram_width, c.q_lora_rank, grouped)
+    row = (chosen * (width + hidden) + 3 * width + hidden + widest + grouped) * _BF16
+    row += plan.heads_per_rank * c.head_dim * _BF16 + (c.sliding_window + c.index_topk + 1 + chosen) * _INT32
+    entries = _up(limits.max_model_len, size)
+    row += math.ceil(entries / c.candidate_block_size)
+    scored = min(rows, max(_SCORES // (16 * entries * _BF16), 1) * 16)
+    passage = passage_blocks(max_step_tokens, limits.max_num_seqs, size)
+    places = entries // size + _SPARE_POSITIONS // size
+    unpacked = (limits.num_window_blocks + 1 + passage + places) * size + _LONE_ROWS * c.index_topk
+    items = min(rows * chosen, c.n_routed_experts) * _ITEM_ROWS * _INT32
+    return (
+        rows * row
+        + scored * _scored_bytes(c, limits)
+        + unpacked * c.head_dim * _BF16
+        + places * _INT32
+        + items
+        + _EXPANDED * _BF16
+    )
+
+
+def _context_bytes(config: ModelConfig) -> int:
+    """A row's taps on their way to the context of the drafts."""
+    hidden, taps = config.hidden_size, len(config.dspark_target_layer_ids) * config.hidden_size
+    codes = sum(width + math.ceil(width / 128) * _INT32 for width in (taps, hidden))
+    return codes + (hidden + len(config.draft_layers) * config.head_dim) * _BF16
+
+
+def _block_row_bytes(plan: ShardPlan) -> Mapping[str, int]:
+    """Bytes of one row of a block of drafts, its share of the request's included."""
+    c = plan.config
+    length, tokens = c.dspark_block_size, c.vocab_size
+    request = (length + 1) * (_INT64 + _FLOAT64) + 3 * _INT32
+    request += (
+        math.ceil(tokens / _MARKOV_TILE) * (_FLOAT32 + _INT32) + math.ceil(tokens / _CHANCES) * _FLOAT64
+    )
+    return {
+        "inputs": _INT64 + 4 * _INT32 + 3 * c.qk_rope_head_dim * _FLOAT32,
+        "streams": _stream_bytes(c),
+        "experts": _choices_bytes(c.dspark_n_routed_experts, c.dspark_num_experts_per_tok)
+        + _chosen_bytes(c, c.dspark_num_experts_per_tok),
+        "attention": _attended_bytes(plan, 1) + (c.sliding_window + length) * _INT32,
+        "chain": _logit_bytes(plan) + _FLOAT32 + math.ceil(request / length),
+    }
+
+
+def _part_bytes(
+    plan: ShardPlan, experts: int, chosen: int, sizes: Sequence[int], picks: Sequence[int]
+) -> int:
+    """Partial sums of the step of `sizes` that has the most: of attention, for each number of `picks` that layers have
+    beside their window, and of `chosen` of `experts`."""
+    c = plan.config
+    attention = sum(max(_attention_part_bytes(plan, count, rows) for rows in sizes) for count in picks)
+    routed = max(_expert_part_bytes(c, experts, rows * chosen) for rows in sizes)
+    shared = max(_shared_part_bytes(c, rows) for rows in sizes)
+    return attention + routed + shared
+
+
+def _attention_part_bytes(plan: ShardPlan, picks: int, rows: int) -> int:
+    """As engine/cuda/native/attending.py shares a list out; where other kernels do, one for each processor at most."""
+    c = plan.config
+    blocks, each = (
+        rows * math.ceil(plan.heads_per_rank / _HEAD_ROWS),
+        _HEAD_ROWS * (c.head_dim + 2) * _FLOAT32,
+    )
+    if c.head_dim % _ATTENDED_WIDTH != 0 or rows > MOST_DECODE_ROWS:
+        lists = math.ceil(c.sliding_window / _KEYS) + math.ceil(picks / _KEYS)
+        return _PROCESSORS * each if lists > 1 else 0  # one block of keys is in no parts
+    chunks = math.ceil(c.sliding_window / _ATTENDED_KEYS) + math.ceil(picks / _ATTENDED_KEYS)
+    splits = math.ceil(chunks / math.ceil(chunks * blocks / _PROCESSORS))
+    return blocks * splits * each if splits > 1 else 0
+
+
+def _expert_part_bytes(config: ModelConfig, experts: int, pairs: int) -> int:
+    """Of so many pairs of a row and an expert: as engine/cuda/experts.py cuts the routed experts' K."""
     rows = 8 if pairs <= 4 * experts else 16
     places = min(pairs, min(experts, pairs) + pairs // rows) * (_expert_width(config) // _GATES)
     blocks, splits = math.ceil(config.hidden_size / 128), 1
@@ -286,11 +472,23 @@ def _expert_part_bytes(config: ModelConfig, num_rows: int) -> int:
 
 def _shared_part_bytes(config: ModelConfig, num_rows: int) -> int:
     """The same of the shared expert."""
+    return _split_bytes(_expert_width(config) // _GATES, config.hidden_size, num_rows, most_splits=8)
+
+
+def _context_part_bytes(config: ModelConfig, num_rows: int) -> int:
+    """Of what makes context of taps."""
+    hidden, taps = config.hidden_size, len(config.dspark_target_layer_ids) * config.hidden_size
+    outputs = (hidden, taps), (len(config.draft_layers) * config.head_dim, hidden)
+    return max(_split_bytes(math.ceil(rows / _TILE_ROWS), columns, num_rows) for rows, columns in outputs)
+
+
+def _split_bytes(tiles: int, num_columns: int, num_rows: int, most_splits: int = _PRODUCTS) -> int:
+    """Of a product of so many tiles of outputs, as engine/cuda/linear.py cuts its K."""
     rows = 16 if num_rows <= 16 else 32
-    items, blocks = math.ceil(num_rows / rows), math.ceil(config.hidden_size / 128)
-    places, splits = items * (_expert_width(config) // _GATES), 1
+    items, blocks = math.ceil(num_rows / rows), math.ceil(num_columns / 128)
+    places, splits = items * tiles, 1
     most = _PRODUCTS if items == 1 else _PROCESSORS
-    while splits < 8 and places * 2 * splits <= most and blocks // (2 * splits) >= 2:
+    while splits < most_splits and places * 2 * splits <= most and blocks // (2 * splits) >= 2:
         splits *= 2
     return splits * places * _TILE_ROWS * rows * _FLOAT32 if splits > 1 else 0
 

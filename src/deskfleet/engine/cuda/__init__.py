@@ -11,6 +11,9 @@ anything, so that one step of any number of layers can be captured as a graph (d
     linear       FP8 and bf16 projections
     hyper        residual streams: expand, mix, collapse, norm and activation quantisation
     routing      router scores to experts and a work list
+    draft        draft stages: their context, blocks of drafts, and the chain of tokens
+    sums         what a rank has of a sum over ranks, in one buffer
+    collectives  how the devices of several ranks exchange, and which each has
     synthetic    random weights of the published size, made on the device
     bench        checks and times of all of it
 """

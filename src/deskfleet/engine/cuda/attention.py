@@ -21,6 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.native import attending, latents, products
+from deskfleet.engine.cuda.native.streams import Split
 from deskfleet.engine.cuda.records import (
     e4m3_scales,
     e8m0_scales,
@@ -443,6 +446,12 @@ def attend_tuning(shape: AttentionShape, num_rows: int, num_picks: int) -> Atten
     return AttendTuning(splits, merges=splits <= 2)
 
 
+def native_heads(shape: AttentionShape, num_rows: int, num_picks: int) -> attending.Heads | None:
+    """What native/attending.py takes of it, if it does."""
+    heads = attending.Heads(shape.heads, shape.width, shape.rope, shape.window, num_picks)
+    return heads if num_rows <= products.MOST_ROWS and heads.is_taken() else None
+
+
 class AttentionBuffers:
     """Parts of a row's attention, of one batch size; all layers share it."""
 
@@ -455,14 +464,25 @@ class AttentionBuffers:
         tuning: AttendTuning | None = None,
     ) -> None:
         self.shape = shape
+        heads = native_heads(shape, num_rows, num_picks)
+        native_splits = 1 if heads is None else heads.splits(num_rows)
+        # Tensors of the host are for Triton's interpreter, which is given the same memory.
+        self.native = None if torch.device(device).type == "cpu" else heads
+        if tuning is None and self.native is not None:
+            tuning = AttendTuning(native_splits, merges=False)
         self.tuning = tuning or attend_tuning(shape, num_rows, num_picks)
         self.num_rows = num_rows
         self.num_picks = num_picks
         splits, head_blocks = self.tuning.splits, -(-shape.heads // BLOCK_HEADS)
-        parts = (num_rows, splits, head_blocks * BLOCK_HEADS) if splits > 1 else (0,)
-        self.sums = torch.zeros(*parts, shape.width, device=device)
-        self.maxima = torch.zeros(*parts, device=device)
-        self.denominators = torch.zeros(*parts, device=device)
+        most = max(splits, native_splits)
+        parts = (most, num_rows, head_blocks * BLOCK_HEADS) if most > 1 else (0, num_rows, 0)
+
+        def of_parts(*size: int) -> Tensor:
+            """float32 [T, splits, H, ..], H padded."""
+            held = torch.zeros(*parts, *size, device=device)[:splits]
+            return held.view(num_rows, len(held), *parts[2:], *size)
+
+        self.sums, self.maxima, self.denominators = of_parts(shape.width), of_parts(), of_parts()
         self.counters = torch.zeros(num_rows, head_blocks, dtype=torch.int32, device=device)
         self.out = torch.zeros(num_rows, shape.heads * shape.width, dtype=torch.bfloat16, device=device)
 
@@ -493,11 +513,18 @@ def write_latents(
     block_size: int,
     eps: float,
     bit_ops: bool,
+    split: Split | None = None,
 ) -> None:
     """qkv bf16 [T, Q + D] -> codes FP8 [T, Q] with scales, and window records in `pages`; rope float32 [T, ROPE/2].
 
-    `where`: slots int32 [T], positions int32 [T], window block table int32 [S, B].
+    `where`: slots int32 [T], positions int32 [T], window block table int32 [S, B]. `split`: of hyper.finish.
     """
+    if linear.few(qkv, bit_ops=bit_ops):
+        latents.write_latents(
+            qkv, (q_norm, kv_norm), rope, codes, scales, pages, where,
+            block_size=block_size, eps=eps, split=split,
+        )  # fmt: skip
+        return
     slots, positions, table = where
     width = codes.shape[1]
     latent_kernel[(2, len(qkv))](
@@ -534,14 +561,22 @@ def attend(
     buffers: AttentionBuffers,
     *,
     bit_ops: bool,
+    picks_are_new: bool = True,
 ) -> None:
     """query bf16 [T, H·D] over its window and its picks -> buffers.out bf16 [T, H·D], unrotated.
 
     `records`: rows of window_pages int32 [T, window] and of entry_pages int32 [T, L], -1 absent; no entries where the
-    buffers are for a window alone.
+    buffers are for a window alone. `picks_are_new`: the kernel before this one may have written their numbers.
     """
     window_records, entry_records = records
     shape, tuning = buffers.shape, buffers.tuning
+    if buffers.native is not None and tuning.splits > 1:
+        attending.attend(
+            query, (window_pages, entry_pages), records, sink, rope,
+            (buffers.sums, buffers.maxima, buffers.denominators), buffers.out, buffers.native,
+            splits=tuning.splits, picks_are_new=picks_are_new,
+        )  # fmt: skip
+        return
     if entry_pages is None or entry_records is None:
         entry_pages, entry_records = window_pages, window_records  # not looked at
     sizes = {

@@ -1,7 +1,9 @@
 """Times of the GPU step at the size that one rank of four has: whole decode steps, and kernel by kernel.
 
     python -m deskfleet.engine.cuda.bench decode  --rows 1,4,16,32,64
+    python -m deskfleet.engine.cuda.bench decode  --rows 1 --drafts 1,4
     python -m deskfleet.engine.cuda.bench kernels --rows 1,4,6,16,32,64
+    python -m deskfleet.engine.cuda.bench prefill --chunk 2048,4096,16384 --context 0
 
 Owns how things are timed: weights of random bytes made on the device, a captured graph, an event on each side of every
 replay, the median and the spread of at least fifty. What is timed is checked in the same run: stages against the
@@ -25,18 +27,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskfleet.engine.cuda import attention, experts, hyper, linear, routing, synthetic
+from deskfleet.engine.cuda import attention, experts, hyper, linear, prefill_experts, routing, synthetic
 from deskfleet.engine.cuda.attention import AttendTuning
-from deskfleet.engine.cuda.checks import StepCheck
+from deskfleet.engine.cuda.checks import DraftCheck, StepCheck, context_errors
+from deskfleet.engine.cuda.collectives import DeviceGroup, NcclGroup, SymmetricGroup, join
+from deskfleet.engine.cuda.draft import DraftContext, DraftStep
 from deskfleet.engine.cuda.packing import Fp8Tiles
+from deskfleet.engine.cuda.prefill import PrefillStep
+from deskfleet.engine.cuda.prefill_attention import RowBuffers, RowsTuning, attend_rows
+from deskfleet.engine.cuda.prefill_checks import RowsOf
+from deskfleet.engine.cuda.prefill_replay import PrefillEncoderStep, ReplayStep
 from deskfleet.engine.cuda.step import DecodeStep, Pages, make_pages
-from deskfleet.engine.cuda.synthetic import LayerWeights, RankShape, make_layer
+from deskfleet.engine.cuda.synthetic import DraftWeights, LayerWeights, RankShape, make_drafts, make_layer
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
+from deskfleet.model.device import REPLAYED_ROWS
 from deskfleet.model.published import published_config_dict
 
 NAME = "rank0of4-decode"
+VERIFY_NAME = "rank0of4-verify"
+PREFILL_NAME = "rank0of4-prefill"
 WARM_UP = 8
+COLLECTIVES = {
+    "none": "left out",
+    "nccl1": "made, with NCCL in a group of one rank",
+    "symmetric1": "made, in memory that a group of one rank maps from itself",
+}
 _ROTATED_BYTES = 320 << 20  # more than five times what the L2 holds
 # A stage is wrong beyond these: FP8 codes chosen by a last place of bf16, and weights of attention, are coarse.
 _LOOSE, _TIGHT = 0.03, 3e-3
@@ -57,12 +73,36 @@ CATEGORIES = {
     "pool_kernel": "compressor",
     "key_kernel": "compressor",
     "score_kernel": "indexer",
+    "score_rows_kernel": "indexer",
     "select_kernel": "indexer",
     "upper_kernel": "indexer",
     "lower_kernel": "indexer",
     "count_kernel": "indexer",
     "take_kernel": "indexer",
     "gate_kernel": "engram",
+    **dict.fromkeys(("grouped_up_kernel", "grouped_down_kernel"), "experts of chunks"),
+    **dict.fromkeys(("sort_kernel",), "routing"),
+    **dict.fromkeys(("rows_kernel", "weights_kernel"), "FP8 as bf16"),
+    "swiglu_kernel": "experts and shared expert, w1 and w3",
+    **dict.fromkeys(
+        ("unpack_windows_kernel", "unpack_entries_kernel", "keys_kernel", "attend_rows_kernel"), "attention"
+    ),
+    **dict.fromkeys(("turn_kernel", "codes_kernel"), "attention"),
+    "plain_kernel": "router, compressor, head",
+    **dict.fromkeys(
+        ("anchor_kernel", "quantize_kernel", "norm_kernel", "context_kernel"), "context of drafts"
+    ),
+    **dict.fromkeys(("markov_kernel", "weigh_kernel", "draw_kernel", "confidence_kernel"), "chain of drafts"),
+    # of native/
+    "up": "experts and shared expert, w1 and w3",
+    "down": "experts and shared expert, w2",
+    "linear": "projections, router, head",
+    **dict.fromkeys(("mix", "finish"), "hyper-connections"),
+    **dict.fromkeys(("latents", "attend", "merge"), "attention"),
+    "choose": "routing",
+    **dict.fromkeys(("pool", "keys"), "compressor"),
+    **dict.fromkeys(("score", "pick"), "indexer"),
+    "gate": "engram",
 }
 
 
@@ -90,11 +130,12 @@ class Timing:
         }
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what `run` launches; every kernel must have run before."""
+def capture(run: Callable[[], object], mode: str = "global") -> torch.cuda.CUDAGraph:
+    """A graph of what `run` launches; every kernel must have run before. `mode` "thread_local": NCCL's threads may ask
+    the device meanwhile."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         run()
     return graph
 
@@ -153,12 +194,15 @@ class Rank:
     head: Tensor
     norm: Tensor
     pages: Pages
+    drafts: DraftWeights | None = None
 
-    def step(self, num_rows: int, context: int, device: torch.device, *, bit_ops: bool) -> DecodeStep:
+    def step(
+        self, num_rows: int, context: int, device: torch.device, *, bit_ops: bool, group: DeviceGroup | None = None
+    ) -> DecodeStep:  # fmt: skip
         """A step of `num_rows` requests that have `context` positions each, every one with its own Engram rows."""
         step = DecodeStep(
             self.shape, self.layers, self.embedding, self.head, self.norm, self.pages,
-            num_rows=num_rows, device=device, bit_ops=bit_ops,
+            num_rows=num_rows, device=device, bit_ops=bit_ops, group=group,
         )  # fmt: skip
         ids = synthetic.random_words(num_rows, 0, num_rows, device) & 0x7FFFFFFF
         step.ids.copy_(ids % len(self.embedding))
@@ -172,6 +216,44 @@ class Rank:
             scales[:, self.shape.config.engram_width // 32 :] = 0
         return step
 
+    def verify(
+        self, num_requests: int, context: int, device: torch.device, *, bit_ops: bool
+    ) -> tuple[DecodeStep, DraftContext, DraftStep]:
+        """A step that verifies a whole block of each of `num_requests`, what it leaves to the drafts, and the block
+        that they make next, as if all of the last had been accepted."""
+        assert self.drafts is not None
+        c = self.shape.config
+        rows = num_requests * (1 + c.dspark_block_size)
+        step = self.step(rows, context, device, bit_ops=bit_ops)
+        place = torch.arange(rows, dtype=torch.int32, device=device)
+        step.slots.copy_(place // (1 + c.dspark_block_size))
+        step.positions.add_(place % (1 + c.dspark_block_size))
+        most_drafted = len(self.pages.window_table)
+        block = DraftStep(
+            RankShape(c, self.shape.tp_size, of_drafts=True), self.drafts, self.embedding, self.head, self.pages,
+            num_requests=num_requests, first_own=len(self.pages.windows[0]) - most_drafted * c.dspark_block_size,
+            device=device, bit_ops=bit_ops,
+        )  # fmt: skip
+        last = place.view(num_requests, -1)[:, -1]
+        block.tokens[:, 0] = synthetic.random_words(rows, 0, num_requests, device) % len(self.embedding)
+        block.anchors[:, 0] = step.slots[last]
+        block.anchors[:, 1] = step.positions[last] + 1
+        return step, DraftContext(self.drafts, step), block
+
+
+def group_of_one(collectives: str, most_rows: int, width: int, device: torch.device) -> DeviceGroup | None:
+    """What a step exchanges through, by the names of COLLECTIVES. It shows what the launches cost, and no link."""
+    if collectives == "none":
+        return None
+    world = join(0, 1, None)
+    group: DeviceGroup
+    if collectives == "nccl1":
+        group = NcclGroup(world, device, "of one rank")
+    else:
+        group = SymmetricGroup(world, device)
+    group.reserve(most_rows * width)
+    return group
+
 
 def make_rank(
     config: ModelConfig,
@@ -181,25 +263,42 @@ def make_rank(
     num_slots: int,
     max_model_len: int,
     device: torch.device,
+    num_drafted: int = 0,
 ) -> Rank:
-    """Random weights of rank 0 of `tp_size`, and full pages."""
+    """Random weights of rank 0 of `tp_size`, and full pages; of the draft stages too, where any are drafted for."""
     shape = RankShape(config, tp_size)
     layers = [make_layer(shape, plan, 0, device) for plan in config.layers[:num_layers]]
     embedding = synthetic.normal((shape.vocabulary, config.hidden_size), 1.0, 11, device).to(torch.bfloat16)
     head = synthetic.normal((shape.vocabulary, config.hidden_size), 0.02, 12, device).to(torch.bfloat16)
-    pages = make_pages(config, num_slots=num_slots, max_model_len=max_model_len, block_size=64, device=device)
+    pages = make_pages(
+        config, num_slots=num_slots, max_model_len=max_model_len, block_size=64, device=device,
+        num_drafted=num_slots if num_drafted else 0,
+    )  # fmt: skip
     fill_pages(config, pages, device)
     norm = torch.ones(config.hidden_size, device=device)
-    return Rank(shape, layers, embedding, linear.pack_bf16(head), norm, pages)
+    drafts = make_drafts(RankShape(config, tp_size, of_drafts=True), 0, device) if num_drafted else None
+    return Rank(shape, layers, embedding, linear.pack_bf16(head), norm, pages, drafts)
 
 
 def check_stages(step: DecodeStep, only: Sequence[int]) -> dict[str, float]:
     """Run the step once under the checks. Raises EngineError when a stage is wrong."""
     check = StepCheck(step, frozenset(only))
     step.run(check)
+    return _right(check.errors)
+
+
+def check_drafts(context: DraftContext, block: DraftStep) -> dict[str, float]:
+    """The same of what follows a step that has run, and of the block of drafts after it."""
+    context.run()
+    check = DraftCheck(block)
+    block.run(check)
+    return _right(context_errors(context) | check.errors)
+
+
+def _right(errors: dict[str, float]) -> dict[str, float]:
     wrong = {
         name: error
-        for name, error in check.errors.items()
+        for name, error in errors.items()
         if (
             error > 0
             if name.endswith("wrong")
@@ -208,7 +307,7 @@ def check_stages(step: DecodeStep, only: Sequence[int]) -> dict[str, float]:
     }
     if wrong:
         raise EngineError(f"stages differ from the reference: {wrong}", hint="run tests/gpu on this machine")
-    return check.errors
+    return errors
 
 
 def decode(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -219,64 +318,234 @@ def decode(options: argparse.Namespace, device: torch.device) -> Iterator[dict[s
         config,
         4,
         options.layers,
-        num_slots=max(options.rows),
+        num_slots=max(*options.rows, *options.drafts, 1),
         max_model_len=options.context + 64,
         device=device,
+        num_drafted=max(options.drafts, default=0),
     )
     torch.cuda.synchronize()
     print(
         f"weights and pages: {torch.cuda.memory_allocated() / 2**30:.1f} GiB in {time.monotonic() - begin:.0f} s",
         flush=True,
     )
+    most_rows = max(options.rows, default=0)
+    group = group_of_one(options.collectives, most_rows, config.hidden_size, device)
     for num_rows in options.rows:
-        step = rank.step(num_rows, options.context, device, bit_ops=False)
+        step = rank.step(num_rows, options.context, device, bit_ops=False, group=group)
         begin = time.monotonic()
         step.run()  # compiles
         torch.cuda.synchronize()
         compiled_s = time.monotonic() - begin
         only = options.check_layers if num_rows in options.check_rows else ()
         errors = check_stages(step, only)
-        step.run()
+        # Stage by stage: what a kernel reads before its predecessor has ended would show in the graph's bits.
+        step.run(lambda stage: torch.cuda.synchronize())
         eager = step.vocabulary_logits.clone()
-        graph = capture(step.run)
-        timing = replays(graph, options.steps)
-        if not bool(torch.isfinite(step.vocabulary_logits).all()):
-            raise EngineError(
-                f"{num_rows} rows: logits that are not finite", hint="look at the stages' errors"
-            )
-        if not torch.equal(step.vocabulary_logits, eager):
-            raise EngineError(
-                f"{num_rows} rows: the graph's logits differ from the same launches without it",
-                hint="a race, or a buffer that a step does not leave as it found it",
-            )
-        categories, by_kernel = _profile(graph)
-        sample = {
-            "name": NAME,
-            "rows": num_rows,
-            "context": options.context,
-            "layers": options.layers,
-            **timing.sample(),
+        graph = capture(step.run, "global" if group is None else "thread_local")
+        sample = _sample(graph, [(step.vocabulary_logits, eager)], NAME, {"rows": num_rows}, options)
+        sample |= {
             "first_run_s": compiled_s,
             "items_last_layer": int(step.experts.num_items),
-            "kernels": round(sum(launches for _, launches in by_kernel.values())),
-            "kernel_ms": categories,
-            "by_kernel": {
-                name: {"ms": ms, "launches": launches} for name, (ms, launches) in sorted(by_kernel.items())
-            },
             "worst_errors": dict(sorted(errors.items(), key=lambda item: -item[1])[:8]),
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
-        print(
-            f"{NAME} rows {num_rows:3} median {timing.median_ms:.3f} ms"
-            f" [{sample['p10_ms']:.3f}-{sample['p90_ms']:.3f}] kernels {sample['kernels']}",
-            flush=True,
-        )
-        for category, time_ms in sorted(categories.items(), key=lambda item: -item[1]):
-            print(f"    {category:44} {time_ms:.3f} ms", flush=True)
         if options.trace is not None and num_rows == options.rows[0]:
             _trace(graph, options.trace)
         yield sample
         del graph, step
+    for num_requests in options.drafts:
+        yield _verify(rank, num_requests, options, device)
+
+
+def prefill(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A sample for each size of chunk, of one request, after `context` positions, decoder replayed or in full."""
+    config = ModelConfig.from_dict(published_config_dict())
+    most = options.context + max(options.chunk)
+    rank = make_rank(config, 4, options.layers, num_slots=1, max_model_len=most, device=device)
+    rank.pages = _pages_of_chunks(config, most, device)
+    for num_rows in options.chunk:
+        yield _chunk(rank, num_rows, options, device)
+        torch.cuda.empty_cache()
+
+
+def _pages_of_chunks(config: ModelConfig, max_model_len: int, device: torch.device) -> Pages:
+    """Pages of one request with a place for every window row, and of nobody."""
+    pages = make_pages(config, num_slots=1, max_model_len=max_model_len, block_size=64, device=device)
+    blocks = pages.entry_table.shape[1]
+    width = pages.windows[0].shape[1]
+    pages.windows = [
+        torch.zeros((blocks + 1) * 64, width, dtype=torch.uint8, device=device) for _ in pages.windows
+    ]
+    nobody = torch.zeros(1, blocks, dtype=torch.int32, device=device)
+    pages.entry_table = torch.cat((pages.entry_table, nobody))
+    pages.window_table = torch.cat((pages.entry_table[:1].flip(1), nobody))
+    pages.open_rows = {source: torch.cat((rows, rows)) for source, rows in pages.open_rows.items()}
+    fill_pages(config, pages, device)
+    return pages
+
+
+def _chunk(rank: Rank, num_rows: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    parts = (rank.shape, rank.layers, rank.embedding, rank.head, rank.norm, rank.pages)
+    make = PrefillStep if options.in_full else PrefillEncoderStep
+    step = make(*parts, num_rows=num_rows, device=device, bit_ops=False, long=True)
+    last: DecodeStep = step
+    stop, num_open = options.context + num_rows, rank.pages.num_open
+    positions = torch.arange(options.context, stop, device=device, dtype=torch.int32)
+    step.ids.copy_(synthetic.random_words(num_rows, 0, num_rows, device) % len(rank.embedding))
+    step.positions.copy_(positions)
+    kept = torch.arange(num_rows, device=device) >= num_rows - num_open
+    step.kept_at.copy_(torch.where(kept, 0, num_open) + positions % num_open)
+    _lay_out(step, rank.pages, num_rows)
+    _random_engram(step, rank.shape.config)
+    if not options.in_full:
+        size, window = rank.pages.block_size, rank.shape.config.sliding_window
+        first = max(((stop - 1) // size * size - window + 1) // size * size, options.context)
+        tail = stop - first
+        last = replay = ReplayStep(*parts, num_rows=REPLAYED_ROWS, device=device, bit_ops=False)
+        replay.source = step.streams
+        replay.slots.fill_(1)
+        replay.slots[:tail] = 0
+        replay.positions[:tail] = torch.arange(first, stop, device=device)
+        replay.rows[:tail] = torch.arange(first, stop, device=device) - options.context
+        replay.window_from[:tail] = first
+        _lay_out(replay, rank.pages, tail)
+    last.logit_rows.fill_(stop - 1 - (options.context if options.in_full else first))
+
+    def run() -> None:
+        if last is not step:
+            step.run_layers()
+        last.run()
+
+    begin = time.monotonic()
+    run()  # compiles
+    torch.cuda.synchronize()
+    compiled_s = time.monotonic() - begin
+    middle = num_rows // 4 * 2
+    rows = torch.tensor([0, 1, middle, middle + 1, num_rows - 2, num_rows - 1])
+    errors = _check_rows(step, rows, options.check_layers)
+    if last is not step:  # whose first layer has its entries from the other; the last rows see a whole window
+        behind = [layer for layer in options.check_layers if layer > last.layers[0].plan.index]
+        errors |= _check_rows(replay, torch.tensor([tail - 2, tail - 1]), behind)
+    run()
+    eager = last.vocabulary_logits.clone()
+    graph = capture(run)
+    where = {"rows": num_rows, "replayed": 0 if options.in_full else tail}
+    sample = _sample(graph, [(last.vocabulary_logits, eager)], PREFILL_NAME, where, options)
+    sample |= {
+        "tokens_per_s": num_rows / sample["median_ms"] * 1000,
+        "encoder_ms": replays(capture(step.run_layers), options.steps).median_ms,
+        "items_last_layer": int(step.experts.num_items),
+        "first_run_s": compiled_s,
+        "worst_errors": dict(sorted(errors.items(), key=lambda item: -item[1])[:8]),
+    }
+    print(
+        f"    {sample['tokens_per_s']:,.0f} tokens a second; encoder {sample['encoder_ms']:.1f} ms; "
+        f"worst errors {sample['worst_errors']}",
+        flush=True,
+    )
+    return sample
+
+
+def _check_rows(step: PrefillStep, rows: Tensor, only: Sequence[int]) -> dict[str, float]:
+    """The stages of some rows of a chunk."""
+    with RowsOf(step, rows) as some:
+        check = StepCheck(some, frozenset(only))  # type: ignore[arg-type]
+        step.run_layers(check)
+    return _right(check.errors)
+
+
+def _lay_out(step: PrefillStep, pages: Pages, num_rows: int) -> None:
+    """Say that the step's first rows are of the request in slot 0."""
+    buffers, blocks = step.attended_rows, pages.entry_table[0]
+    buffers.places[:num_rows] = 1
+    buffers.lone.fill_(-1)
+    buffers.blocks.fill_(-1)
+    buffers.blocks[: len(blocks) + 1] = torch.cat((torch.zeros_like(blocks[:1]), blocks))
+
+
+def _random_engram(step: DecodeStep, config: ModelConfig) -> None:
+    for layer, (codes, scales) in step.host_rows.items():
+        random = synthetic.random_bytes(tuple(codes.shape), layer, step.device).cpu()
+        codes.copy_(random - ((random & 0x7F) == 0x7F).to(torch.uint8))
+        scales.copy_(synthetic.random_scales(tuple(scales.shape), (114, 118), layer + 1, "cpu"))
+        scales[:, config.engram_width // 32 :] = 0
+
+
+def _verify(
+    rank: Rank, num_requests: int, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """A sample of a step that verifies whole blocks, and of the drafts after it."""
+    step, context, block = rank.verify(num_requests, options.context, device, bit_ops=False)
+
+    def run() -> None:
+        step.run()
+        context.run()
+        block.run()
+
+    begin = time.monotonic()
+    run()  # compiles
+    torch.cuda.synchronize()
+    compiled_s = time.monotonic() - begin
+    errors = check_stages(step, options.check_layers) | check_drafts(context, block)
+    run()
+    outputs = step.vocabulary_logits, block.vocabulary_logits, block.tokens, block.confidence
+    eager = [output.clone() for output in outputs]
+    graph = capture(run)
+    where = {"rows": step.num_rows, "requests": num_requests}
+    sample = _sample(graph, list(zip(outputs, eager, strict=True)), VERIFY_NAME, where, options)
+    parts = {"verify_ms": step.run, "context_ms": context.run, "draft_ms": block.run}
+    medians = {name: replays(capture(part), options.steps).median_ms for name, part in parts.items()}
+    for name, median_ms in medians.items():
+        print(f"    {name:44} {median_ms:.3f} ms alone", flush=True)
+    return (
+        sample
+        | medians
+        | {
+            "first_run_s": compiled_s,
+            "worst_errors": dict(sorted(errors.items(), key=lambda item: -item[1])[:8]),
+        }
+    )
+
+
+def _sample(
+    graph: torch.cuda.CUDAGraph,
+    outputs: Sequence[tuple[Tensor, Tensor]],
+    name: str,
+    where: dict[str, int],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Times of a graph, of all and by kernel, printed too. `outputs`: each with what it was without the graph."""
+    timing = replays(graph, options.steps)
+    place = ", ".join(f"{count} {what}" for what, count in where.items())
+    if not all(bool(torch.isfinite(output).all()) for output, _ in outputs):
+        raise EngineError(f"{name}, {place}: outputs that are not finite", hint="look at the stages' errors")
+    if not all(torch.equal(output, eager) for output, eager in outputs):
+        raise EngineError(
+            f"{name}, {place}: the graph's outputs differ from the same launches without it",
+            hint="a race, or a buffer that a step does not leave as it found it",
+        )
+    categories, by_kernel = _profile(graph)
+    kernels = round(sum(launches for _, launches in by_kernel.values()))
+    sample = {
+        "name": name,
+        **where,
+        "context": options.context,
+        "layers": options.layers,
+        **timing.sample(),
+        "kernels": kernels,
+        "kernel_ms": categories,
+        "by_kernel": {
+            kernel: {"ms": ms, "launches": launches} for kernel, (ms, launches) in sorted(by_kernel.items())
+        },
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+    }
+    print(
+        f"{name} {place}: median {timing.median_ms:.3f} ms"
+        f" [{sample['p10_ms']:.3f}-{sample['p90_ms']:.3f}] kernels {kernels}",
+        flush=True,
+    )
+    for category, time_ms in sorted(categories.items(), key=lambda item: -item[1]):
+        print(f"    {category:44} {time_ms:.3f} ms", flush=True)
+    return sample
 
 
 def _profile(
@@ -292,7 +561,8 @@ def _profile(
     for event in profile.key_averages():
         if event.self_device_time_total > 0:
             ms = event.self_device_time_total / 1000 / num_steps
-            times[CATEGORIES.get(event.key, "other")] += ms
+            of_vendor = any(part in event.key for part in ("gemm", "nvjet", "cutlass"))
+            times[CATEGORIES.get(event.key, "products of the vendor" if of_vendor else "other")] += ms
             by_kernel[event.key] = (ms, event.count / num_steps)
     return dict(times), by_kernel
 
@@ -376,7 +646,7 @@ class Point:
 
 def launches(point: Point, only: Sequence[str]) -> Iterator[_Launch]:
     """(name, tuning, launch with weights number n, bytes of weights) of every kernel."""
-    wanted = [name for name in _MAKERS if not only or name in only]
+    wanted = [name for name in _MAKERS if (not only and name != "chunks") or name in only]
     for name in wanted:
         yield from _MAKERS[name](point)
 
@@ -638,6 +908,67 @@ def _attention_launches(point: Point) -> Iterator[_Launch]:
         yield "attend", label + (", default" if tuning == chosen else ""), run, size
 
 
+# What is changed of the tuning of chunks' experts, and keys a block, stages and warps of their attention.
+_GROUPED_TUNINGS: tuple[dict[str, int], ...] = (
+    {"rows": 32},
+    {"rows": 64},
+    {"rows": 128},
+    {"rows": 128, "up_stages": 3, "down_stages": 3, "tiles": 8},
+    {"rows": 128, "up_stages": 5, "down_stages": 5, "tiles": 2},
+    {"rows": 256, "warps": 8},
+    {"rows": 128, "warps": 8},
+)
+_ROWS_TUNINGS = ((64, 3, 4), (64, 2, 4), (64, 1, 4), (64, 3, 8))
+
+
+def _chunk_launches(point: Point) -> Iterator[_Launch]:
+    """The kernels of chunks that have tunings; bytes are those of weights and of keys."""
+    shape, num_rows, device, bit_ops = point.shape, point.num_rows, point.device, point.bit_ops
+    c, f = shape.config, shape.expert_width
+    w13 = synthetic.fp4_tiles(c.n_routed_experts, 2 * f, c.hidden_size, 20, device)
+    w2 = synthetic.fp4_tiles(c.n_routed_experts, c.hidden_size, f, 30, device)
+    x = synthetic.normal((num_rows, c.hidden_size), 1.0, 5, device).to(torch.bfloat16)
+    chosen = torch.rand(num_rows, c.n_routed_experts, device=device).topk(c.num_experts_per_tok).indices
+    weights = torch.rand(num_rows * c.num_experts_per_tok, device=device)
+    expert_shape = experts.ExpertShape(c.hidden_size, f, c.n_routed_experts, c.num_experts_per_tok)
+    default = prefill_experts.grouped_tuning(expert_shape, num_rows)
+    for tuning in dict.fromkeys((default, *(replace(default, **changed) for changed in _GROUPED_TUNINGS))):
+        own = prefill_experts.GroupedBuffers(expert_shape, num_rows, device, tuning)
+        own.activated.normal_()
+        prefill_experts.sort_pairs(chosen.to(torch.int32), own)
+        t = tuning
+        label = f"{t.rows} rows {t.up_stages}/{t.down_stages} stages {t.tiles} tiles {t.warps} warps"
+        label += ", default" if tuning == default else ""
+
+        def up(number: int, own: prefill_experts.GroupedBuffers = own) -> None:
+            prefill_experts.grouped_up(x, w13, weights, own, c.swiglu_limit, bit_ops=bit_ops)
+
+        def down(number: int, own: prefill_experts.GroupedBuffers = own) -> None:
+            prefill_experts.grouped_down(w2, own, bit_ops=bit_ops)
+
+        yield "chunk experts up", label, up, w13.nbytes
+        yield "chunk experts down", label, down, w2.nbytes
+    query = synthetic.normal((num_rows, shape.heads * c.head_dim), 1.0, 92, device).to(torch.bfloat16)
+    attended = attention.AttentionShape(shape.heads, c.head_dim, c.qk_rope_head_dim, c.sliding_window)
+    sink, cos = torch.zeros(shape.heads, device=device), torch.rand(num_rows, 32, device=device)
+    for keys, stages, warps in _ROWS_TUNINGS:
+        buffers = RowBuffers(
+            attended, num_rows, c.index_topk, device, num_windows=num_rows, num_places=num_rows // 64, num_lone=1,
+            block_size=64, tuning=RowsTuning(keys, stages, warps),
+        )  # fmt: skip
+        buffers.rows.normal_()
+        row = torch.arange(num_rows, device=device)[:, None]
+        window = row + torch.arange(1 - c.sliding_window, 1, device=device)
+        picks = torch.randint(num_rows // 2, (num_rows, c.index_topk), device=device).sort().values + num_rows
+        buffers.keys.copy_(torch.cat((window.clamp_min(-1), picks), 1))
+
+        def attend(number: int, buffers: RowBuffers = buffers) -> None:
+            attend_rows(query, sink, (cos, cos), buffers, with_picks=True, bit_ops=bit_ops)
+
+        read = buffers.keys.numel() * c.head_dim * 2
+        yield "chunk attend", f"{keys} keys {stages} stages {warps} warps", attend, read
+
+
 _MAKERS: dict[str, Callable[[Point], Iterator[_Launch]]] = {
     "experts": _expert_launches,
     "projections": _projection_launches,
@@ -645,6 +976,7 @@ _MAKERS: dict[str, Callable[[Point], Iterator[_Launch]]] = {
     "router": _router_launches,
     "streams": _stream_launches,
     "attention": _attention_launches,
+    "chunks": _chunk_launches,
 }
 
 
@@ -673,8 +1005,19 @@ def measure(arguments: Sequence[str], document: dict[str, Any]) -> None:
     Raises EngineError when there is no GPU, or when what was timed was wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m deskfleet.engine.cuda.bench", description=__doc__)
-    parser.add_argument("what", choices=("decode", "kernels"))
+    parser.add_argument("what", choices=("decode", "kernels", "prefill"))
+    parser.add_argument(
+        "--chunk", type=_integers, default=(2048, 4096, 16384), help="rows of prompts' chunks"
+    )
+    parser.add_argument(
+        "--collectives", choices=tuple(COLLECTIVES), default="none", help="what a step exchanges with itself"
+    )
+    parser.add_argument("--in-full", action="store_true", help="chunks through all layers, no decoder replay")
     parser.add_argument("--rows", type=_integers, default=(1, 4, 16, 32, 64))
+    parser.add_argument(
+        "--drafts", type=_integers, default=(), nargs="?", const=(1,),
+        help="numbers of requests whose whole blocks of drafts are verified, and drafted again",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=60, help="timed replays of each case")
     parser.add_argument("--context", type=int, default=1100, help="positions before the step")
     parser.add_argument("--layers", type=int, default=40)
@@ -687,17 +1030,19 @@ def measure(arguments: Sequence[str], document: dict[str, Any]) -> None:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise EngineError("no CUDA device", hint="this runs on the machine that is measured")
-    document["name"] = NAME if options.what == "decode" else "rank0of4-kernels"
+    names = {"decode": NAME, "kernels": "rank0of4-kernels", "prefill": PREFILL_NAME}
+    runs = {"decode": decode, "kernels": kernels, "prefill": prefill}
+    document["name"] = names[options.what]
     document["machine"] = machine()
     document["settings"] = {
         "context": options.context,
         "layers": options.layers,
         "steps": options.steps,
         "weights": "random bytes",
-        "collectives": "left out",
+        "collectives": COLLECTIVES[options.collectives],
     }
     with torch.inference_mode():
-        for sample in (decode if options.what == "decode" else kernels)(options, torch.device("cuda")):
+        for sample in runs[options.what](options, torch.device("cuda")):
             document["samples"].append(sample)
 
 
@@ -718,9 +1063,12 @@ if __name__ == "__main__":
 __all__ = [
     "CATEGORIES",
     "NAME",
+    "PREFILL_NAME",
+    "VERIFY_NAME",
     "Point",
     "Timing",
     "capture",
+    "check_drafts",
     "check_stages",
     "decode",
     "kernels",
@@ -729,5 +1077,6 @@ __all__ = [
     "main",
     "make_rank",
     "measure",
+    "prefill",
     "replays",
 ]

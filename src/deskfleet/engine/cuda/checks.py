@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.draft import DraftContext, DraftStep
 from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles, ungate, unpack_fp4, unpack_fp8
 from deskfleet.engine.cuda.step import DecodeStep
 from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights
@@ -55,6 +56,7 @@ class StepCheck:
     step: DecodeStep
     only: frozenset[int] | None = None
     errors: dict[str, float] = field(default_factory=dict)
+    _mixes: tuple[str, tuple[Tensor, ...]] | None = field(default=None, init=False)
 
     def __call__(self, name: str) -> None:
         """What `DecodeStep.run` calls after the launches of a stage."""
@@ -62,6 +64,7 @@ class StepCheck:
         if not number:
             if stage == "embed":
                 self._remember(None)
+                self._open = {source: self._cpu(rows) for source, rows in self.step.pages.open_rows.items()}
             return
         index = int(number)
         watched = self.only is None or index in self.only
@@ -74,8 +77,8 @@ class StepCheck:
         elif stage == "attention_out":
             self._remember(self._cpu(self.step.attended))
         elif stage == "experts":
-            b, c = self.step.experts.outputs, self.step.config
-            total = self._cpu(b).to(torch.float64).view(self.step.num_rows, c.num_experts_per_tok, -1).sum(1)
+            outputs = self._cpu(self.step.experts.outputs).to(torch.float64)
+            total = outputs.view(self.step.num_rows, layer.plan.num_chosen, -1).sum(1)
             self._remember(reference.add_round(total, self._cpu(self.step.shared.outputs)))
 
     def worst(self) -> tuple[str, float]:
@@ -90,6 +93,13 @@ class StepCheck:
 
     def _remember(self, output: Tensor | None) -> None:
         b = self.step.streams
+        if self._mixes is not None:  # by now whichever kernel makes them has
+            name, mixes = self._mixes
+            for part, mine, theirs in zip(
+                ("pre", "post", "comb"), (b.pre, b.post, b.comb), mixes, strict=True
+            ):
+                self._note(f"{name}.{part}", mine, theirs)
+            self._mixes = None
         self._before = tuple(self._cpu(t) for t in (b.stream, b.pre, b.post, b.comb))
         self._output = output
 
@@ -128,8 +138,7 @@ class StepCheck:
             stream, mix_matrix(weights.weight), weights.scale.cpu(), weights.base.cpu(),
             norm_eps=c.rms_norm_eps, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps,
         )  # fmt: skip
-        for part, mine, theirs in zip(("pre", "post", "comb"), (b.pre, b.post, b.comb), mixes, strict=True):
-            self._note(f"{name}.{part}", mine, theirs)
+        self._mixes = name, mixes
 
     def _check_qkv(self, layer: LayerWeights, name: str) -> None:
         x = self._cpu(self.step.streams.x)
@@ -170,7 +179,7 @@ class StepCheck:
         assert layer.key_norm is not None
         x = self._cpu(step.streams.x)
         weight = linear.unpack_bf16(layer.extra.cpu())[: layer.num_extra]
-        extra = step.extra[: step.num_rows * layer.num_extra].view(step.num_rows, -1)
+        extra = step.extra_of(layer)
         self._note(f"{name}.projected", extra, reference.linear_f32(x, weight))
         ratio, size = plan.compress_ratio, c.head_dim
         positions = step.positions.cpu().long()
@@ -181,9 +190,13 @@ class StepCheck:
         if ratio == 1:
             pooled = projected[:, :size].to(torch.bfloat16)
         else:
-            state = pages.open_rows[plan.index].cpu()
+            state = self._open[plan.index]  # as earlier steps left it
             slots = step.slots.cpu().long()[done]
             first = state[slots * pages.num_open + (positions[done] - 1) % pages.num_open]
+            before = done - 1
+            beside = (before >= 0) & (step.slots.cpu().long()[before] == slots)
+            beside &= positions[before] == positions[done] - 1
+            first = torch.where(beside[:, None], self._cpu(extra)[before, : 2 * size], first)
             both = torch.stack((first, projected[:, : 2 * size]), 1)
             pooled = reference.compress_pairs(both[..., :size], both[..., size:])
         latent = reference.rms_norm(pooled, layer.entry_norm.cpu(), c.rms_norm_eps)
@@ -214,7 +227,7 @@ class StepCheck:
         query = reference.quantized_linear(self._low_rank(), matrix(layer.index_wq_b))
         query = reference.apply_rope(query.unflatten(1, (-1, c.index_head_dim)), *self._rope(layer))
         self._note(f"{name}.query", step.index_query, query.flatten(1))
-        extra = step.extra[: step.num_rows * layer.num_extra].view(step.num_rows, -1).cpu()
+        extra = step.extra_of(layer).cpu()
         weights = extra[:, -c.index_n_heads :].to(torch.bfloat16)
         weights = weights * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         own = quant.fake_quant_fp4_e8m0(self._cpu(step.index_query).unflatten(1, (-1, c.index_head_dim)))
@@ -255,11 +268,15 @@ class StepCheck:
             self._note(f"{name}.scores", torch.cat(mine), torch.cat(expected))
         self.errors[f"{name}.wrong"] = float(wrong)
 
+    def _window_rows(self) -> Tensor:
+        """Rows of the window pages that each row sees, int64 [T, W], -1 absent."""
+        step, size = self.step, self.step.config.sliding_window
+        numbers = step.positions.cpu().long()[:, None] + torch.arange(size) + 1 - size
+        return self._places(step.pages.window_table, numbers, step.pages.block_size)
+
     def _check_core(self, layer: LayerWeights, name: str) -> None:
         step, c, pages, plan = self.step, self.step.config, self.step.pages, layer.plan
-        window = torch.arange(c.sliding_window) + 1 - c.sliding_window
-        numbers = step.positions.cpu().long()[:, None] + window
-        rows = self._places(pages.window_table, numbers, pages.block_size)
+        rows = self._window_rows()
         sources = [(WINDOW.unpack(pages.windows[plan.index].cpu()), rows)]
         buffers = step.attention[0]
         if plan.kv_source is not None and plan.index_source is not None:
@@ -290,7 +307,7 @@ class StepCheck:
         step, c = self.step, self.step.config
         weight = linear.unpack_bf16(layer.router.cpu())[: layer.plan.num_experts]
         chosen, weights = reference.route(
-            self._cpu(step.streams.x), weight, layer.bias.cpu(), num_chosen=c.num_experts_per_tok,
+            self._cpu(step.streams.x), weight, layer.bias.cpu(), num_chosen=layer.plan.num_chosen,
             scaling=c.routed_scaling_factor,
         )  # fmt: skip
         self.errors[f"{name}.wrong"] = float((step.chosen.cpu() != chosen).sum())
@@ -316,4 +333,73 @@ class StepCheck:
         self._note(f"{name}.shared", step.shared.outputs, shared)
 
 
-__all__ = ["StepCheck", "matrix", "mix_matrix", "relative_error", "some_experts"]
+@dataclass
+class DraftCheck(StepCheck):
+    """The same of a block of drafts, with its context as the kernels read it; hand it to `DraftStep.run`. For drafts
+    that are greedy."""
+
+    step: DraftStep
+
+    def __call__(self, name: str) -> None:
+        super().__call__(name)
+        step, drafts = self.step, self.step.drafts
+        if name == "head":
+            self._base = reference.linear_f32(self._cpu(step.streams.x), self._head())
+            self._note("head", step.vocabulary_logits, self._base)
+            self._base = self._cpu(step.vocabulary_logits)
+        elif name == "drafts":
+            tokens = step.tokens.cpu()
+            embedded = drafts.markov_embedding.cpu()[tokens[:, :-1]].flatten(0, 1)
+            bias = reference.linear_f32(embedded, drafts.markov_head.cpu())
+            self._note("drafts.logits", step.vocabulary_logits, self._base + bias)
+            best = step.vocabulary_logits.cpu().argmax(-1).view(len(tokens), -1)
+            self.errors["drafts.wrong"] = float((tokens[:, 1:] != best).sum())
+            joint = torch.cat((self._cpu(step.streams.collapsed), embedded), -1)
+            expected = reference.linear_f32(joint, drafts.confidence.cpu()[None])
+            self._note("drafts.confidence", step.confidence, expected[:, 0])
+
+    def _head(self) -> Tensor:
+        return linear.unpack_bf16(self.step.head.cpu())[: self.step.vocabulary_logits.shape[1]]
+
+    def _window_rows(self) -> Tensor:
+        step, length = self.step, self.step.length
+        request = torch.arange(step.num_requests).repeat_interleave(length)
+        slots, position, begin = step.anchors.cpu().long()[request].T
+        size, table = step.config.sliding_window, step.context_table.cpu().long()
+        numbers = position[:, None] + torch.arange(-size, 0)
+        blocks = numbers.clamp_min(0) // step.context_block_size
+        rows = table[slots[:, None], blocks] * step.context_block_size + numbers % step.context_block_size
+        context = torch.where(numbers >= begin[:, None].clamp_min(0), rows, -1)
+        own = step.first_own + request[:, None] * length + torch.arange(length)
+        return torch.cat((context, own), 1)
+
+
+def context_errors(context: DraftContext) -> dict[str, float]:
+    """Errors by stage of what `DraftContext.run` has just left (oracle: DraftModel.commit)."""
+    drafts, step, eps = context.drafts, context.step, context.step.config.rms_norm_eps
+    found = {}
+    main = reference.quantized_linear(step.taps.cpu(), matrix(drafts.main_proj))
+    found["context.main"] = relative_error(context.main, main)
+    main = reference.rms_norm(context.main.cpu(), drafts.main_norm.cpu(), eps)
+    latents = reference.quantized_linear(main, matrix(drafts.main_kv))
+    found["context.latents"] = relative_error(context.latents, latents)
+    slots, positions, size = step.slots.cpu().long(), step.positions.cpu().long(), step.pages.block_size
+    rows = step.pages.window_table.cpu().long()[slots, positions // size] * size + positions % size
+    rope = tuple(step.rope[0].cpu())
+    for number, layer in enumerate(drafts.layers):
+        own = context.latents.cpu().unflatten(1, (len(drafts.layers), -1))[:, number].contiguous()
+        latent = reference.apply_rope(reference.rms_norm(own, layer.kv_norm.cpu(), eps), *rope)
+        mine = WINDOW.unpack(step.pages.windows[layer.plan.index].cpu()[rows])
+        found[f"context.{number}.entry"] = relative_error(mine, WINDOW.unpack(WINDOW.pack(latent)))
+    return found
+
+
+__all__ = [
+    "DraftCheck",
+    "StepCheck",
+    "context_errors",
+    "matrix",
+    "mix_matrix",
+    "relative_error",
+    "some_experts",
+]

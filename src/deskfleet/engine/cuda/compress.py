@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.native import entries
 from deskfleet.engine.cuda.tiles import to_bf16, to_fp8
 
 
@@ -219,6 +221,12 @@ def pool(
     `where`: slots and positions int32 [T], block table int32 [S, B]; rope of each row's group (spec §4.4). Without
     `keeps`, `open_rows` stays as it is.
     """
+    if linear.few(projected, bit_ops=bit_ops) and entries.pool_taken(projected):
+        entries.pool(
+            projected, open_rows, norm, rope, where, pages, latents,
+            ratio=ratio, num_open=num_open, block_size=block_size, eps=eps, keeps=keeps,
+        )  # fmt: skip
+        return
     slots, positions, table = where
     pool_kernel[(len(projected),)](
         projected,
@@ -258,6 +266,9 @@ def write_keys(
     bit_ops: bool,
 ) -> None:
     """projected float32 [T, D] -> index key records in `pages`."""
+    if linear.few(projected, bit_ops=bit_ops) and entries.keys_taken(projected):
+        entries.write_keys(projected, norm, rope, where, pages, ratio=ratio, block_size=block_size, eps=eps)
+        return
     slots, positions, table = where
     key_kernel[(len(projected),)](
         projected,

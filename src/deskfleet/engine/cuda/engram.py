@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.native import gating
 from deskfleet.engine.cuda.tiles import to_bf16
 
 
@@ -54,6 +56,9 @@ def gate(
     stream: Tensor, projected: Tensor, weight: Tensor, alive: Tensor, *, eps: float, bit_ops: bool
 ) -> None:
     """stream bf16 [T, 4, M] += gate times value, where alive; M a multiple of 32 or more."""
+    if linear.few(stream, bit_ops=bit_ops) and gating.is_taken(stream):
+        gating.gate(stream, projected, weight, alive, eps=eps)
+        return
     num_rows, copies, width = stream.shape
     gate_kernel[(copies, num_rows)](
         stream, projected, weight, alive, M=width, BLOCK=min(width & -width, 1024), EPS=eps, BIT_OPS=bit_ops,

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.native import streams
 from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, load_parts, to_bf16
 
 BLOCK_ROWS = 16
@@ -305,6 +307,9 @@ def mix(
     `output` is bf16 [T * parts, M], or the parts of a split sum float32 [splits, T, M].
     """
     width, stream = buffers.width, buffers.stream
+    if linear.few(stream, bit_ops=bit_ops):
+        streams.mix(buffers, weight, output, shared, taps, parts=parts)
+        return
     mix_kernel[(width // SLICE, triton.cdiv(buffers.num_rows, BLOCK_ROWS))](
         stream if output is None else output,
         stream if shared is None else shared,
@@ -344,8 +349,17 @@ def finish(
     eps: float,
     bit_ops: bool,
     most_columns: int | None = None,
-) -> None:
-    """x, codes and scales of the collapsed row; pre (for the sub-layer after this one), post and comb."""
+    defers: bool = False,
+) -> streams.Split | None:
+    """x, codes and scales of the collapsed row; pre (for the sub-layer after this one), post and comb.
+
+    With `defers`, the kernels of few rows leave pre, post and comb to the kernel after the next one, where they take no
+    time of their own: attention.write_latents and routing.choose take what is returned then.
+    """
+    if linear.few(buffers.x, bit_ops=bit_ops):
+        return streams.finish(
+            buffers, norm, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps, defers=defers
+        )
     width = buffers.width
     slices = width // SLICE
     if most_columns is None:
@@ -376,6 +390,7 @@ def finish(
         BIT_OPS=bit_ops,
         num_warps=1,  # nothing waits at a barrier
     )
+    return None
 
 
 __all__ = [

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.compress import e8m0_scale, fp4_nibbles
+from deskfleet.engine.cuda.native import picking
 from deskfleet.engine.cuda.records import e8m0_scales, fp4_elements, half_of, spread
 from deskfleet.engine.cuda.tiles import to_bf16
 from deskfleet.engine.cuda.topk import TopkBuffers, select
@@ -252,6 +254,13 @@ def score(
 
     Entries outside of the blocks of `among` score minus infinity.
     """
+    if linear.few(query, bit_ops=bit_ops) and picking.scores_taken(query, weights):
+        picking.score(
+            query, weights, pages, where, scores,
+            None if among is None else picking.Allowed(among.allowed, among.unit, among.top_blocks),
+            num_picks=num_picks, weight_scale=weight_scale, ratio=ratio, block_size=block_size,
+        )  # fmt: skip
+        return
     slots, positions, table = where
     num_rows, max_entries = scores.shape
     heads = weights.shape[1]

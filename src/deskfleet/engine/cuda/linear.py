@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda.native import products
 from deskfleet.engine.cuda.packing import TILE_ROWS, Fp8Tiles
 from deskfleet.engine.cuda.tiles import (
     accumulate,
@@ -298,6 +299,9 @@ def fp8_linear(
     where `unsummed` and K is split, the parts float32 [splits, T, N] in the workspace: the next kernel adds them up
     (tiles.load_parts), which spares this one to wait for the last of them.
     """
+    if fewest(x, bit_ops=bit_ops):
+        products.fp8_linear(x, x_scales, weight, out, rope=rope, rope_head=rope_head, out_scales=out_scales)
+        return out
     num_rows = len(x)
     tiles = -(-weight.num_rows // TILE_ROWS)
     output = "bf16" if out_scales is None else "fp8"
@@ -345,6 +349,9 @@ def grouped_linear(
     dot_groups: int | None = None,
 ) -> None:
     """x bf16 [T, G·K], paired weight [G·N, K] -> out FP8 [T, G·N] with scale bytes: what wo_b takes."""
+    if fewest(x, bit_ops=bit_ops):
+        products.grouped_linear(x, weight, out, out_scales, groups=groups)
+        return
     tiles = weight.num_rows // TILE_ROWS
     wide_kernel[(tiles * splits, triton.cdiv(len(x), block_rows(len(x))))](
         x,
@@ -379,6 +386,9 @@ def bf16_linear(
     stages: int = 4,
 ) -> None:
     """x bf16 [T, K], weight of `pack_bf16` -> out float32 [T, N]."""
+    if fewest(x, bit_ops=bit_ops):
+        products.bf16_linear(x, weight, out)
+        return
     tiles, blocks = weight.shape[:2]
     bf16_kernel[(tiles * splits, triton.cdiv(len(x), block_rows(len(x))))](
         x,
@@ -395,6 +405,16 @@ def bf16_linear(
         STAGES=stages,
         num_warps=4,
     )
+
+
+def few(x: Tensor, *, bit_ops: bool) -> bool:
+    """Whether the kernels of native/ take these rows: not in Triton's interpreter, which has its own."""
+    return not bit_ops and len(x) <= products.MOST_ROWS
+
+
+def fewest(x: Tensor, *, bit_ops: bool) -> bool:
+    """Whether products of these rows are native/products.py's as well."""
+    return not bit_ops and len(x) <= products.MOST_PRODUCT_ROWS
 
 
 def summed(output: Tensor) -> Tensor:
@@ -424,6 +444,8 @@ __all__ = [
     "bf16_kernel",
     "bf16_linear",
     "block_rows",
+    "few",
+    "fewest",
     "fp8_kernel",
     "fp8_linear",
     "grouped_linear",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deskfleet.engine.cuda import hyper, linear
 from deskfleet.engine.cuda.packing import GROUP, TILE_ROWS, Fp4Tiles, Fp8Tiles, pack_fp4, pack_fp8
-from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights
+from deskfleet.engine.cuda.synthetic import DraftWeights, LayerWeights, MixWeights
 from deskfleet.engine.ops.quant import Fp4Matrix
 from deskfleet.engine.weights import ShardReader
 from deskfleet.model.config import ModelConfig
@@ -29,10 +29,11 @@ _GATES = TILE_ROWS // 2
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """What `rank` of a plan holds, padded for the kernels (see step.Shape)."""
+    """What `rank` of a plan holds, padded for the kernels (see step.Shape); of the draft stages where `of_drafts`."""
 
     plan: ShardPlan
     rank: int
+    of_drafts: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -56,7 +57,8 @@ class RankShape:
 
     @property
     def expert_ids(self) -> range:
-        return self.plan.expert_range(self.rank)
+        plan, rank = self.plan, self.rank
+        return plan.draft_expert_range(rank) if self.of_drafts else plan.expert_range(rank)
 
     @property
     def vocabulary(self) -> int:
@@ -91,6 +93,30 @@ def load_model(reader: ShardReader, device: torch.device) -> ModelWeights:
         embedding,
         linear.pack_bf16(loader.plain("head.weight")),
         loader.float32("norm.weight"),
+    )
+
+
+def load_drafts(reader: ShardReader, device: torch.device) -> DraftWeights:
+    """Read and pack this rank's share of the draft stages; of the Markov head, all of it: it is small, and then no rank
+    waits for another between two drafts. Raises CheckpointError, and EngineError as `load_model`.
+    """
+    loader, config = _Loader(reader, device), reader.plan.config
+    stages, shape = config.draft_layers, RankShape(reader.plan, reader.rank, of_drafts=True)
+    first, last = stages[0].prefix, stages[-1].prefix
+    with reader.whole() as whole:
+        markov = [
+            _Loader(whole, device).plain(f"{last}.markov_head.{name}.weight") for name in ("embed", "head")
+        ]
+    return DraftWeights(
+        layers=[loader.layer(plan, shape) for plan in stages],
+        main_proj=loader.fp8(f"{first}.main_proj"),
+        main_norm=loader.float32(f"{first}.main_norm.weight"),
+        main_kv=loader.fp8(*(f"{plan.prefix}.attn.wkv" for plan in stages)),
+        norm=loader.float32(f"{last}.norm.weight"),
+        markov_embedding=markov[0],
+        markov_head=markov[1],
+        confidence=loader.plain(f"{last}.confidence_head.proj.weight")[0],
+        noise_id=config.dspark_noise_token_id,
     )
 
 
@@ -226,6 +252,8 @@ class _Loader:
         if extra:
             stacked = torch.cat(extra)
             layer.extra, layer.num_extra = linear.pack_bf16(stacked), len(stacked)
+        if self._reader.plan.config.vision is not None and not plan.is_draft:
+            layer.bias_vl = self.float32(f"{ffn}.gate.bias_vl")
         if plan.has_engram:
             engram = f"{plan.prefix}.engram"
             layer.engram_wkv = self.fp8(f"{engram}.wkv")
@@ -246,4 +274,4 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-__all__ = ["ModelWeights", "RankShape", "load_model"]
+__all__ = ["ModelWeights", "RankShape", "load_drafts", "load_model"]

@@ -22,6 +22,7 @@ from deskfleet.engine.cuda.step import Pages
 from deskfleet.engine.tables import NULL_BLOCK, BlockTables, TableUpdate
 from deskfleet.errors import EngineError
 from deskfleet.model.cache_formats import CacheFormats
+from deskfleet.model.device import passage_blocks
 from deskfleet.model.limits import RunnerLimits
 
 
@@ -36,7 +37,12 @@ class DevicePages:
         self.nobody = limits.max_num_seqs
         self._size = size
         self._first_passage = limits.num_window_blocks + 1
-        self._num_passage = num_passage_blocks(max_step_tokens, limits)
+        self._num_passage = passage_blocks(
+            max_step_tokens,
+            limits.max_num_seqs,
+            size,
+            config.dspark_block_size if formats.with_drafts else 0,
+        )
         self._device = device
 
         def rows(count: int, width: int) -> Tensor:
@@ -67,6 +73,16 @@ class DevicePages:
             size,
             num_open,
         )
+
+    @property
+    def first_passage_row(self) -> int:
+        """From here on window rows are a step's own; between steps, a block of drafts may have them."""
+        return self._first_passage * self._size
+
+    def entry_blocks(self, slot: int) -> np.ndarray:
+        """Blocks of a slot's entries, int32 [B]."""
+        blocks: np.ndarray = self._host[1].numpy()[slot]
+        return blocks
 
     @property
     def nbytes(self) -> int:
@@ -113,11 +129,6 @@ class DevicePages:
                 table[slot, first:stop].copy_(host[slot, first:stop], non_blocking=True)
 
 
-def num_passage_blocks(max_step_tokens: int, limits: RunnerLimits) -> int:
-    """Window blocks for rows of a step that no later one sees."""
-    return -(-max_step_tokens // limits.block_size) + limits.max_num_seqs
-
-
 def _extend(changed: dict[int, list[int]], slot: int, first: int, stop: int) -> None:
     if stop <= first:
         return
@@ -125,4 +136,4 @@ def _extend(changed: dict[int, list[int]], slot: int, first: int, stop: int) -> 
     known[0], known[1] = min(known[0], first), max(known[1], stop)
 
 
-__all__ = ["DevicePages", "num_passage_blocks"]
+__all__ = ["DevicePages"]

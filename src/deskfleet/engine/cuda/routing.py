@@ -3,11 +3,16 @@ listed and how is experts.py's."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.experts import ExpertBuffers, list_few, list_items
+from deskfleet.engine.cuda.native import choice
+from deskfleet.engine.cuda.native.streams import Split
 
 FEW_PAIRS = 32
 """As many pairs are compared each with every other in the kernel that chooses; of more, a second kernel makes lists."""
@@ -42,13 +47,20 @@ def choose_kernel(
     NUM_HELD: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BM: tl.constexpr,
+    image_bias=None,  # float32 [E]: of rows within an image, where there may be any
+    text=None,  # int32 [T]: 0 within an image
+    HAS_IMAGES: tl.constexpr = False,
 ):
     """One program a row (oracle: reference.route after its logits). Ties go to the lower expert. The last one lists."""
     row = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     inside = expert < E
     score = score_of(tl.load(logits + row * E + expert, mask=inside, other=0.0))
-    biased = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
+    own_bias = tl.load(bias + expert, mask=inside, other=0.0)
+    if HAS_IMAGES:
+        in_image = tl.load(text + row) == 0
+        own_bias = tl.where(in_image, tl.load(image_bias + expert, mask=inside, other=0.0), own_bias)
+    biased = tl.where(inside, score + own_bias, float("-inf"))
     number = tl.arange(0, 8)
     experts = tl.zeros((8,), tl.int32)
     for place in tl.static_range(NUM_CHOSEN):
@@ -86,12 +98,24 @@ def choose(
     *,
     scaling: float,
     first_expert: int = 0,
+    of_images: tuple[Tensor, Tensor] | None = None,
+    split: Split | None = None,
 ) -> None:
     """logits float32 [T, E] -> chosen int32 [T, K] and weights float32 [T, K], K at
-    most 8, and the work list of the experts from `first_expert` on that `buffers` is for."""
+    most 8, and the work list of the experts from `first_expert` on that `buffers` is for.
+
+    `of_images`: the bias float32 [E] of rows within images, and int32 [T] 0 for these. `split`: of hyper.finish, where
+    there are no images."""
     num_rows, num_experts = logits.shape
     num_pairs, num_held, rows = buffers.num_pairs, buffers.shape.num_experts, buffers.tuning.rows
     work = (buffers.items, buffers.item_pairs, buffers.num_items)
+    # Tensors of the host are for Triton's interpreter.
+    if of_images is None and linear.few(logits, bit_ops=logits.device.type == "cpu"):
+        choice.choose(
+            logits, bias, chosen, weights, work, buffers.num_listed,
+            num_held=num_held, scaling=scaling, first_expert=first_expert, split=split,
+        )  # fmt: skip
+        return
     lists = num_pairs <= FEW_PAIRS
     choose_kernel[(num_rows,)](
         logits,
@@ -109,10 +133,18 @@ def choose(
         NUM_HELD=num_held,
         BLOCK_PAIRS=triton.next_power_of_2(num_pairs),
         BM=rows,
+        **image_arguments(of_images),
         num_warps=4,
     )
     if not lists:
         list_items(chosen, buffers, first_expert=first_expert)
 
 
-__all__ = ["FEW_PAIRS", "choose", "choose_kernel", "score_of"]
+def image_arguments(of_images: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    """What `choose_kernel` takes of `choose`'s `of_images`."""
+    if of_images is None:
+        return {}
+    return {"image_bias": of_images[0], "text": of_images[1], "HAS_IMAGES": True}
+
+
+__all__ = ["FEW_PAIRS", "choose", "choose_kernel", "image_arguments", "score_of"]

@@ -8,12 +8,14 @@ from deskfleet.model.layout import ShardPlan
 _MOST_CHOSEN = 8  # experts of a token
 
 
-def check_model(plan: ShardPlan) -> None:
+def check_model(plan: ShardPlan, *, with_drafts: bool = False) -> None:
     """Raise EngineError for sizes that no kernel has been written for."""
     c = plan.config
     for name, value, is_taken, wanted in (
         ("hc_mult", c.hc_mult, c.hc_mult == 4, "4"),
         ("hidden_size", c.hidden_size, c.hidden_size % 128 == 0, "multiples of 128"),
+        ("q_lora_rank", c.q_lora_rank, c.q_lora_rank % 64 == 0, "multiples of 64"),
+        ("engram_width", c.engram_width, c.engram_width % 64 == 0, "multiples of 64"),
         ("head_dim", c.head_dim, c.head_dim >= 64 and _is_power(c.head_dim), "powers of two from 64"),
         (
             "index_head_dim",
@@ -33,6 +35,12 @@ def check_model(plan: ShardPlan) -> None:
             "num_experts_per_tok",
             c.num_experts_per_tok,
             c.num_experts_per_tok <= _MOST_CHOSEN,
+            f"at most {_MOST_CHOSEN}",
+        ),
+        (
+            "dspark_num_experts_per_tok",
+            c.dspark_num_experts_per_tok,
+            not with_drafts or c.dspark_num_experts_per_tok <= _MOST_CHOSEN,
             f"at most {_MOST_CHOSEN}",
         ),
     ):

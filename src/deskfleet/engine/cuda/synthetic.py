@@ -124,6 +124,7 @@ class LayerWeights:
     w2: Fp4Tiles
     shared_w13: Fp8Tiles
     shared_w2: Fp8Tiles
+    bias_vl: Tensor | None = None  # the router's of rows within images
     extra: Tensor | None = None  # compressor values and gates, then index weights, of the same input
     num_extra: int = 0
     entry_norm: Tensor | None = None
@@ -135,11 +136,35 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """One rank's share of the draft stages (spec §2.5), packed; embedding and head are the backbone's.
+
+    main_proj and, of all stages under one another, wkv as `main_kv` take the taps to the context; main_norm float32 [M]
+    lies between them. norm float32 [M] is the head's, markov_embedding and markov_head bf16 [V, R] the bias's,
+    confidence bf16 [M + R]. `noise_id` is the token that fills a block.
+    """
+
+    layers: list[LayerWeights]
+    main_proj: Fp8Tiles
+    main_norm: Tensor
+    main_kv: Fp8Tiles
+    norm: Tensor
+    markov_embedding: Tensor
+    markov_head: Tensor
+    confidence: Tensor
+    noise_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankShape:
-    """What one rank of `tp_size` holds: heads and groups, and every expert's share of the intermediate width."""
+    """What one rank of `tp_size` holds: heads and groups, and every expert's share of the intermediate width.
+
+    `of_drafts`: of the draft stages, not of the backbone.
+    """
 
     config: ModelConfig
     tp_size: int
+    of_drafts: bool = False
 
     @property
     def expert_width(self) -> int:
@@ -163,7 +188,8 @@ class RankShape:
 
     @property
     def expert_ids(self) -> range:
-        return range(self.config.n_routed_experts)
+        c = self.config
+        return range(c.dspark_n_routed_experts if self.of_drafts else c.n_routed_experts)
 
 
 def make_layer(shape: RankShape, plan: LayerPlan, rank: int, device: torch.device | str) -> LayerWeights:
@@ -228,12 +254,40 @@ def make_layer(shape: RankShape, plan: LayerPlan, rank: int, device: torch.devic
     return layer
 
 
+def make_drafts(shape: RankShape, rank: int, device: torch.device | str) -> DraftWeights:
+    """The weights of the draft stages; `shape` is theirs. Tokens are those of the rank, noise too."""
+    c = shape.config
+    stages, width, markov = c.draft_layers, c.hidden_size, c.dspark_markov_rank
+    first = stages[0].index
+
+    def plain(tensor: str, shape: tuple[int, ...], std: float) -> Tensor:
+        return normal(shape, std, seed_of(first, tensor, rank), device).to(torch.bfloat16)
+
+    def norm(tensor: str) -> Tensor:
+        return 1.0 + normal((width,), 0.05, seed_of(first, tensor, rank), device)
+
+    taps = len(c.dspark_target_layer_ids) * width
+    return DraftWeights(
+        layers=[make_layer(shape, plan, rank, device) for plan in stages],
+        main_proj=fp8_tiles(width, taps, seed_of(first, "main_proj", rank), device),
+        main_norm=norm("main_norm"),
+        main_kv=fp8_tiles(len(stages) * c.head_dim, width, seed_of(first, "main_kv", rank), device),
+        norm=norm("norm"),
+        markov_embedding=plain("markov_embedding", (shape.vocabulary, markov), 1.0),
+        markov_head=plain("markov_head", (shape.vocabulary, markov), 0.05),
+        confidence=plain("confidence", (width + markov,), 0.02),
+        noise_id=c.dspark_noise_token_id % shape.vocabulary,
+    )
+
+
 __all__ = [
+    "DraftWeights",
     "LayerWeights",
     "MixWeights",
     "RankShape",
     "fp4_tiles",
     "fp8_tiles",
+    "make_drafts",
     "make_layer",
     "normal",
     "random_bytes",

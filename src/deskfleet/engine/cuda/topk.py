@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.native import picking
+
 CHUNK = 4096
 """Scores that one of many programs looks at."""
 _ALONE = 2 * CHUNK
@@ -281,6 +284,11 @@ def select(
     same = {"RATIO": ratio, "UNIT": unit, "NUM_PICKS": picks.shape[1], "num_warps": 8}
     out = {"PER_BLOCK": block_size // ratio, "LOCATES": records is not None}
     lies = picks if records is None else records
+    # Tensors of the host are for Triton's interpreter.
+    is_few = linear.few(scores, bit_ops=scores.device.type == "cpu")
+    if buffers is None and is_few and picking.selection_taken(scores, per_block=block_size // ratio):
+        picking.select(scores, where, picks, records, ratio=ratio, block_size=block_size, unit=unit)
+        return
     if buffers is None:
         select_kernel[(num_rows,)](
             scores,

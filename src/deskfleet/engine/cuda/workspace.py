@@ -1,9 +1,10 @@
 """One memory for the buffers of steps of every size. Owns how `torch.zeros` is answered while a step is made.
 
 Steps run one after another, so a buffer of a step of 4 rows may lie where the same one of 64 rows does: the same is
-what the same line of code asks for. That is sound because a buffer is one of three things: written before it is read in
-every run; zero before and after every run (counters); or, where bytes stay zero for ever (scales beyond a width), laid
-out in rows of a length that does not depend on the step. Knows nothing of what a buffer is for.
+what the same line of code asks for. That is sound because a buffer is one of four things: written before it is read in
+every run; zero before and after every run (counters); the beginning of what every size has there (numbers of places,
+frequencies); or, where bytes stay zero for ever (scales beyond a width), laid out in rows of a length that does not
+depend on the step. Knows nothing of what a buffer is for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,262 @@
+"""Products of a few rows by the kernels of linear.cu and experts.cu. Owns how each is cut into blocks and warps.
+
+A block has a strip of outputs, its warps share the columns, and their sums meet in shared memory in the order of the
+warps: no sum waits for another block, and a result does not depend on who was last. On a device they are
+launched so that they may begin, and read weights, while the kernel before them still runs. On the CPU the
+same source runs in the emulator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deskfleet.engine.cuda import native
+from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles
+
+Form = Literal["FP8", "WIDE", "BF16"]
+
+MOST_ROWS = 64
+"""Rows of a step that the kernels of this package are for."""
+MOST_PRODUCT_ROWS = 8
+"""Rows of a product: of more, the tensor cores' FP8 instructions, which Triton issues, need fewer conversions."""
+
+_EMULATED_PROCESSORS = 3
+_STEP = 256  # columns that a warp loads at a time
+_REGISTERS = {"FP8": 34, "WIDE": 34, "BF16": 64}  # of a lane, for a step of 16 rows
+_HELD_REGISTERS = 72  # of weights under way
+_MOST_WARPS, _MOST_OF_FEW = 16, 20  # of a block; of one of few blocks
+_STRIPS, _FEW_STRIPS = 160, 80  # at most so many blocks, if strips can be wider; so few leave processors idle
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one matrix is shared out: `tiles` of 16 outputs a warp, rows padded to 1, 2, 4 or 8, warps along columns and
+    along outputs, steps of 256 columns a warp, and how many of those are under way."""
+
+    tiles: int
+    padded: int
+    column_warps: int
+    output_warps: int
+    steps: int
+    stages: int
+
+    @property
+    def outputs(self) -> int:
+        """Of a block."""
+        return 16 * self.tiles * self.output_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.column_warps * self.output_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Sums of every warp."""
+        return 4 * self.column_warps * self.outputs * (self.padded | 1)
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILES": self.tiles,
+            "PADDED": self.padded,
+            "COLUMN_WARPS": self.column_warps,
+            "OUTPUT_WARPS": self.output_warps,
+            "STEPS": self.steps,
+            "STAGES": self.stages,
+        }
+
+
+def padded(num_rows: int) -> int:
+    """1, 2, 4 or 8: the fewer, the more scale groups share a product."""
+    return 1 if num_rows <= 1 else 2 if num_rows <= 2 else 4 if num_rows <= 4 else 8
+
+
+def cut(form: Form, num_outputs: int, num_columns: int, num_rows: int, *, least_outputs: int = 16) -> Cut:
+    """Strips so narrow that most processors have one, then as many warps along the columns as leave each the fewest."""
+    outputs = least_outputs
+    while outputs < 64 and num_outputs > _STRIPS * outputs:
+        outputs *= 2
+    tiles = 1 if form == "BF16" else min(outputs // 16, 2)
+    output_warps = outputs // (16 * tiles)
+    few = output_warps == tiles == 1 and num_outputs <= _FEW_STRIPS * outputs
+    all_steps = -(-num_columns // _STEP)
+    most = min(_MOST_OF_FEW if few else _MOST_WARPS // output_warps, all_steps)
+    steps = -(-all_steps // most)
+    stages = max(1, min(steps, _HELD_REGISTERS // (tiles * _REGISTERS[form])))
+    return Cut(tiles, padded(num_rows), -(-all_steps // steps), output_warps, steps, stages)
+
+
+def fp8_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Fp8Tiles,
+    out: Tensor,
+    *,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_head: int = 0,
+    out_scales: Tensor | None = None,
+) -> None:
+    """As linear.fp8_linear with every sum taken."""
+    rotates = rope is not None and rope_head > 0
+    cos, sin = rope if rope is not None and rotates else (x, x)
+    _linear(
+        "FP8", x, x_scales, weight.codes, weight.scales, out, out_scales, (cos, sin),
+        num_outputs=weight.num_rows, num_columns=weight.num_columns, groups=1,
+        head=rope_head if rotates else 0, rope=2 * cos.shape[1] if rotates else 1,
+    )  # fmt: skip
+
+
+def grouped_linear(x: Tensor, weight: Fp8Tiles, out: Tensor, out_scales: Tensor, *, groups: int) -> None:
+    """As linear.grouped_linear."""
+    _linear(
+        "WIDE", x, x, weight.codes, weight.scales, out, out_scales, (x, x),
+        num_outputs=weight.num_rows, num_columns=weight.num_columns, groups=groups, head=0, rope=1,
+    )  # fmt: skip
+
+
+def bf16_linear(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """As linear.bf16_linear."""
+    _linear(
+        "BF16", x, x, weight, x, out, None, (x, x),
+        num_outputs=out.shape[1], num_columns=x.shape[1], groups=1, head=0, rope=1,
+    )  # fmt: skip
+
+
+def _linear(
+    form: Form, x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor | None,
+    turn: tuple[Tensor, Tensor], *, num_outputs: int, num_columns: int, groups: int, head: int, rope: int,
+) -> None:  # fmt: skip
+    num_rows = len(x)
+    own = cut(form, num_outputs, num_columns, num_rows, least_outputs=16 if out_scales is None else 32)
+    defines = own.defines() | {
+        "FORM_": form,
+        "K": num_columns,
+        "N": num_outputs,
+        "STRIDE": groups * num_columns,
+        "GROUP_OUTPUTS": num_outputs // groups,
+        "OUTPUT": 1 if out_scales is not None else 2 if form == "BF16" else 0,
+        "HEAD": head,
+        "ROPE": rope,
+        "PER_PROCESSOR": 1,
+    }
+    _kernel(x, "linear.cu", "linear", defines).launch(
+        (-(-num_outputs // own.outputs), -(-num_rows // own.padded), 1),
+        own.threads,
+        own.shared_bytes,
+        [x, x_scales, codes, scales, out, out if out_scales is None else out_scales, *turn, num_rows],
+        dependent=True,
+    )
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; in the emulator a few."""
+    if device.type != "cuda":
+        return _EMULATED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _kernel(
+    like: Tensor, file: str, entry: str, defines: Mapping[str, int | str]
+) -> native.Kernel | native.EmulatedKernel:
+    """The kernel for the device of a tensor."""
+    return (native.kernel if like.is_cuda else native.emulated)(file, entry, defines)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A work list of experts.py: items int32 [max, 2], how many int32 [1], pairs int32 [max, 8 * eights]."""
+
+    items: Tensor
+    num_items: Tensor
+    pairs: Tensor
+
+
+def _columns_bytes(width: int, members: int) -> int:
+    """Of Columns of warpgroup.cuh."""
+    return width // 32 * (members * 32 + 16 + members * 4)
+
+
+def expert_up(
+    x: Tensor, x_scales: Tensor, weight: Fp4Tiles, shared: Fp8Tiles, work: Items, route_weights: Tensor,
+    out: tuple[Tensor, Tensor], shared_out: tuple[Tensor, Tensor], *, num_chosen: int, limit: float,
+) -> None:  # fmt: skip
+    """w1 and w3 of the routed experts and of the shared one, SwiGLU and route weight: codes and scales of both."""
+    num_rows, width, gates = len(x), weight.num_columns, weight.num_rows // 2
+    units, (most_items, members) = gates // 32, work.pairs.shape
+    all_blocks = -(-width // 128)
+    # Of few units a processor has one at most: more warpgroups, each with fewer blocks.
+    few = most_items * units <= num_processors(x.device)
+    blocks = -(-all_blocks // min(5 if few else 2, all_blocks))
+    warpgroups = -(-all_blocks // blocks)
+    defines = {
+        "UP": 1,
+        "K": width,
+        "F": gates,
+        "NUM_CHOSEN": num_chosen,
+        "MEMBERS": members,
+        "WARPGROUPS": warpgroups,
+        "BLOCKS": blocks,
+        "STAGES": max(n for n in range(1, 6) if blocks % n == 0),
+        "PER_PROCESSOR": 1 if few else 2,
+    }
+    _kernel(x, "experts.cu", "up", defines).launch(
+        (units, most_items + -(-num_rows // members), 1),
+        128 * warpgroups,
+        _columns_bytes(width, members) + 4 * warpgroups * 64 * (members + 1),
+        [
+            x, x_scales, weight.codes, weight.scales, shared.codes, shared.scales,
+            work.items, work.num_items, work.pairs, route_weights, *out, *shared_out,
+            num_rows, most_items, float(limit),
+        ],
+        dependent=True,
+    )  # fmt: skip
+
+
+def expert_down(
+    x: tuple[Tensor, Tensor], weight: Fp4Tiles, shared_x: tuple[Tensor, Tensor], shared: Fp8Tiles, work: Items,
+    out: Tensor, shared_out: Tensor,
+) -> None:  # fmt: skip
+    """w2 of both: bf16 [P, M] by pair, and bf16 [T, M]. Must follow `expert_up` of the same list."""
+    num_rows, gates, width = len(shared_out), weight.num_columns, weight.num_rows
+    most_items, members = work.pairs.shape
+    warpgroups = 2
+    tiles = 1 if most_items * (width // 64) <= 8 * num_processors(out.device) else 2
+    defines = {
+        "DOWN": 1,
+        "K": width,
+        "F": gates,
+        "MEMBERS": members,
+        "WARPGROUPS": warpgroups,
+        "TILES": tiles,
+        "STAGES": 5,
+        "PER_PROCESSOR": 2,
+    }
+    _kernel(out, "experts.cu", "down", defines).launch(
+        (-(-width // (64 * tiles * warpgroups)), most_items + -(-num_rows // members), 1),
+        128 * warpgroups,
+        _columns_bytes(gates, members) + 4 * warpgroups * 64 * (members + 1),
+        [
+            *x, weight.codes, weight.scales, *shared_x, shared.codes, shared.scales,
+            work.items, work.num_items, work.pairs, out, shared_out, num_rows, most_items,
+        ],
+        dependent=True,
+    )  # fmt: skip
+
+
+__all__ = [
+    "MOST_ROWS",
+    "Cut",
+    "Items",
+    "bf16_linear",
+    "cut",
+    "expert_down",
+    "expert_up",
+    "fp8_linear",
+    "grouped_linear",
+]
