@@ -164,49 +164,6 @@ def test_choice(rows: int) -> None:
         assert not counter.any()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_split_left_to_others(rows: int) -> None:
-    """The choice of experts and the latents split the mixes that `finish` leaves: the same bits as its own."""
-    b = stream_buffers(384, rows)
-    packed = split_mix_weight(torch.randn(24, 4 * 384) * 0.02).to(DEVICE)
-    norm, scale, base = (
-        tensor.to(DEVICE) for tensor in (torch.rand(384), torch.rand(3) + 0.5, torch.randn(24))
-    )
-    streams.mix(b, packed, None, None, None, parts=1)
-    mixes = (b.pre, b.post, b.comb)
-
-    def finish(*, defers: bool) -> streams.Split | None:
-        for tensor in mixes:
-            tensor.fill_(float("nan"))
-        return streams.finish(b, norm, scale, base, iterations=20, norm_eps=EPS, eps=1e-6, defers=defers)
-
-    assert finish(defers=False) is None
-    expected = [tensor.clone() for tensor in mixes]
-
-    def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
-
-    split = finish(defers=True)
-    assert all(tensor.isnan().all() for tensor in mixes)
-    logits, bias = torch.randn(rows, 64).to(DEVICE), torch.zeros(64, device=DEVICE)
-    counter = ints(1)
-    choice.choose(
-        logits, bias, ints(rows, 6), poisoned(rows, 6), (ints(64, 2), ints(64, 8), ints(1)), counter,
-        num_held=64, scaling=1.5, first_expert=0, split=split,
-    )  # fmt: skip
-    assert all(map(torch.equal, mixes, expected))
-    assert not counter.any()
-    split = finish(defers=True)
-    qkv = torch.randn(rows, 96 + 64).to(torch.bfloat16).to(DEVICE)
-    ones, turn = torch.ones(96, device=DEVICE), torch.ones(rows, 8, device=DEVICE)
-    pages = torch.zeros(4, WINDOW.row_bytes(64), dtype=torch.uint8, device=DEVICE)
-    latents.write_latents(
-        qkv, (ones, ones), (turn, turn), poisoned_codes(rows, 96), ints(rows, 1), pages,
-        (ints(rows), ints(rows), ints(1, 1)), block_size=4, eps=EPS, split=split,
-    )  # fmt: skip
-    assert all(map(torch.equal, mixes, expected))
-
-
 @pytest.mark.parametrize(
     ("rows", "low_rank", "size", "rope"), [(1, 1536, 512, 64), (3, 96, 64, 16), (17, 320, 128, 64)]
 )

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.native import attending, latents, products
-from deskfleet.engine.cuda.native.streams import Split
 from deskfleet.engine.cuda.records import (
     e4m3_scales,
     e8m0_scales,
@@ -513,16 +512,15 @@ def write_latents(
     block_size: int,
     eps: float,
     bit_ops: bool,
-    split: Split | None = None,
 ) -> None:
     """qkv bf16 [T, Q + D] -> codes FP8 [T, Q] with scales, and window records in `pages`; rope float32 [T, ROPE/2].
 
-    `where`: slots int32 [T], positions int32 [T], window block table int32 [S, B]. `split`: of hyper.finish.
+    `where`: slots int32 [T], positions int32 [T], window block table int32 [S, B].
     """
     if linear.few(qkv, bit_ops=bit_ops):
         latents.write_latents(
             qkv, (q_norm, kv_norm), rope, codes, scales, pages, where,
-            block_size=block_size, eps=eps, split=split,
+            block_size=block_size, eps=eps,
         )  # fmt: skip
         return
     slots, positions, table = where

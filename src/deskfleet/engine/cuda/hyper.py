@@ -349,17 +349,11 @@ def finish(
     eps: float,
     bit_ops: bool,
     most_columns: int | None = None,
-    defers: bool = False,
-) -> streams.Split | None:
-    """x, codes and scales of the collapsed row; pre (for the sub-layer after this one), post and comb.
-
-    With `defers`, the kernels of few rows leave pre, post and comb to the kernel after the next one, where they take no
-    time of their own: attention.write_latents and routing.choose take what is returned then.
-    """
+) -> None:
+    """x, codes and scales of the collapsed row; pre (for the sub-layer after this one), post and comb."""
     if linear.few(buffers.x, bit_ops=bit_ops):
-        return streams.finish(
-            buffers, norm, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps, defers=defers
-        )
+        streams.finish(buffers, norm, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
+        return
     width = buffers.width
     slices = width // SLICE
     if most_columns is None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.experts import ExpertBuffers, list_few, list_items
 from deskfleet.engine.cuda.native import choice
-from deskfleet.engine.cuda.native.streams import Split
 
 FEW_PAIRS = 32
 """As many pairs are compared each with every other in the kernel that chooses; of more, a second kernel makes lists."""
@@ -99,13 +98,11 @@ def choose(
     scaling: float,
     first_expert: int = 0,
     of_images: tuple[Tensor, Tensor] | None = None,
-    split: Split | None = None,
 ) -> None:
     """logits float32 [T, E] -> chosen int32 [T, K] and weights float32 [T, K], K at
     most 8, and the work list of the experts from `first_expert` on that `buffers` is for.
 
-    `of_images`: the bias float32 [E] of rows within images, and int32 [T] 0 for these. `split`: of hyper.finish, where
-    there are no images."""
+    `of_images`: the bias float32 [E] of rows within images, and int32 [T] 0 for these."""
     num_rows, num_experts = logits.shape
     num_pairs, num_held, rows = buffers.num_pairs, buffers.shape.num_experts, buffers.tuning.rows
     work = (buffers.items, buffers.item_pairs, buffers.num_items)
@@ -113,7 +110,7 @@ def choose(
     if of_images is None and linear.few(logits, bit_ops=logits.device.type == "cpu"):
         choice.choose(
             logits, bias, chosen, weights, work, buffers.num_listed,
-            num_held=num_held, scaling=scaling, first_expert=first_expert, split=split,
+            num_held=num_held, scaling=scaling, first_expert=first_expert,
         )  # fmt: skip
         return
     lists = num_pairs <= FEW_PAIRS

@@ -37,7 +37,6 @@ from deskfleet.engine.cuda import (
     topk,
 )
 from deskfleet.engine.cuda.collectives import DeviceGroup
-from deskfleet.engine.cuda.native.streams import Split
 from deskfleet.engine.cuda.packing import Fp8Tiles
 from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights
 from deskfleet.engine.ops.records import ENTRY, INDEX_KEY, WINDOW
@@ -124,7 +123,6 @@ class DecodeStep:
 
     group = DeviceGroup()
     sees = False  # images
-    split: Split | None = None  # of the latest `finish`, if another kernel is to do it
     total: Tensor | None  # float32 [T, M]: what ranks add up
     nothing: Tensor | None  # a shared expert's output where there is none
 
@@ -407,9 +405,9 @@ class DecodeStep:
 
     def _finish(self, weights: MixWeights) -> None:
         c = self.config
-        self.split = hyper.finish(
+        hyper.finish(
             self.streams, weights.norm, weights.scale, weights.base, iterations=c.hc_sinkhorn_iters,
-            norm_eps=c.rms_norm_eps, eps=c.hc_eps, bit_ops=self.bit_ops, defers=not self.long,
+            norm_eps=c.rms_norm_eps, eps=c.hc_eps, bit_ops=self.bit_ops,
         )  # fmt: skip
 
     def _rope(self, plan: LayerPlan) -> tuple[Tensor, Tensor]:
@@ -455,7 +453,7 @@ class DecodeStep:
         attention.write_latents(
             self.qkv, layer.q_norm, layer.kv_norm, rope, self.low_rank, self.low_rank_scales,
             pages.windows[plan.index], (*where, pages.window_table),
-            block_size=pages.block_size, eps=eps, bit_ops=bit_ops, split=self.split,
+            block_size=pages.block_size, eps=eps, bit_ops=bit_ops,
         )  # fmt: skip
         seen(f"{plan.index}.latents")
         extra = self.extra_of(layer)
@@ -564,7 +562,7 @@ class DecodeStep:
         routing.choose(
             self.logits, layer.bias, self.chosen, self.route_weights, e, scaling=c.routed_scaling_factor,
             first_expert=self.shape.expert_ids.start, of_images=self._of_images(layer),
-            split=self.split,
+
         )  # fmt: skip
         if self.is_sharded:  # the choices that are another rank's add nothing here
             e.outputs.zero_()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deskfleet.engine.cuda.native.streams import NO_SPLIT, Split
 from deskfleet.engine.cuda.native.where import kernel_for
 
 _ROWS_ALONE = 2
@@ -23,10 +22,9 @@ def choose(
     num_held: int,
     scaling: float,
     first_expert: int,
-    split: Split | None = None,
 ) -> None:
     """As routing.choose. `work`: items int32 [max, 2], pairs int32 [max, members], how many int32 [1]; `counter` int32
-    [1] is zero before and after. `split` is of the `finish` before the product that made the logits."""
+    [1] is zero before and after."""
     num_rows, num_experts = logits.shape
     items, pairs, num_items = work
     num_chosen = chosen.shape[1]
@@ -35,7 +33,6 @@ def choose(
     candidates = -(-warps * min(num_chosen, 32) // 4) * 4
     words = -(-num_rows // 32)
     defines: dict[str, int | float] = {
-        "HAS_SPLIT": split is not None,
         "E": num_experts,
         "NUM_CHOSEN": num_chosen,
         "NUM_HELD": num_held,
@@ -44,15 +41,12 @@ def choose(
         "ALONE": num_rows == rows,
         "SET_WORDS": words,
     }
-    if split is not None:
-        defines |= split.defines()
     kernel_for(logits, "routing.cu", "choose", defines).launch(
-        -(-num_rows // rows) + (0 if split is None else num_rows),
+        -(-num_rows // rows),
         32 * warps,
         4 * (32 * warps + 3 * candidates + num_rows * num_chosen + 64 + num_held * (words + 1) + 2),
         [
             logits, bias, chosen, weights, items, pairs, num_items, counter, float(scaling), first_expert, num_rows,
-            *(NO_SPLIT if split is None else split.arguments()),
         ],
         dependent=True,
     )  # fmt: skip

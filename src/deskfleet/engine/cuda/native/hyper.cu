@@ -3,7 +3,7 @@
 // Given by the compiler's command line: M (model width), SLICES (of 64 columns), and
 //   MIX     NUM_PARTS (rows of the output that are a row's), SUMS (parts of a split sum), FLOATS (the output is float32, not
 //           bf16), HAS_SHARED, EXPANDS, MIXES, HAS_TAP, TURNS (rows of a warp: 1, 2 or 4)
-//   FINISH  SPLITS_HERE and what split.cuh wants
+//   FINISH  what split.cuh wants
 #include "rows.cuh"
 
 #ifdef FINISH
@@ -219,15 +219,15 @@ mix(const u8* output, const u32* shared_output, u32* stream, const float* post, 
 #endif
 
 #ifdef FINISH
-// Blocks of a row but the last: a warp norms and quantises 256 columns, and takes the row's mean square itself. With
-// SPLITS_HERE there is a last one, which splits the mixes.
+// Blocks of a row but the last: a warp norms and quantises 256 columns, and takes the row's mean square itself.
+// The last one splits the mixes.
 KERNEL(WARPS * 32, 8)
 finish(const u8* collapsed, const float* collapsed_squares, const float* stream_squares, const float* mixes, const float* norm,
        const float* scale, const float* base, u8* x, u8* codes, u8* code_scales, float* pre, float* post, float* comb,
        int num_rows) {
     SHARED_BYTES(shared);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = blockIdx.y;
-    if (!SPLITS_HERE || blockIdx.x < gridDim.x - 1) {
+    if (blockIdx.x < gridDim.x - 1) {
         const int column = (blockIdx.x * WARPS + warp) * 256 + lane * 8;
         const bool live = column < M;
         const int from = min(column, M - 8);  // a load without a condition stays in front of the wait

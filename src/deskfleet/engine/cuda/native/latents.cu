@@ -1,11 +1,8 @@
 // What wq_a and wkv made of a few rows (spec 4.2, 4.7; oracles: rms_norm, quantize_fp8; rms_norm, apply_rope, WINDOW.pack).
 //
 // Given by the compiler's command line: Q (low rank), D (elements of a record), ROPE (of which the last so many turn in
-// pairs), BYTES (of a record), EPS; with HAS_SPLIT what split.cuh wants.
+// pairs), BYTES (of a record), EPS.
 #include "rows.cuh"
-#if HAS_SPLIT
-#include "split.cuh"
-#endif
 
 constexpr int UNIT = 256;  // columns of a warp, eight a lane
 constexpr int QUERY_UNITS = (Q + UNIT - 1) / UNIT, RECORD_UNITS = (D + UNIT - 1) / UNIT;
@@ -52,25 +49,12 @@ struct Row {
     }
 };
 
-// One warp a block: 256 columns of the low rank of a row or of its record, or, last, the mixes of the row's streams. What
-// those are made of is older than the kernel before this one, and so they take no time of their own.
+// One warp a block: 256 columns of the low rank of a row or of its record.
 KERNEL(32, 16)
 latents(const u8* qkv, const float* q_norm, const float* kv_norm, const float* cosines, const float* sines, u8* codes,
-        u8* code_scales, u8* pages, const int* slots, const int* positions, const int* table, int table_width, int block_size,
-        const float* mixes, const float* stream_squares, const float* scale, const float* base, float* pre, float* post,
-        float* comb, int num_rows) {
+        u8* code_scales, u8* pages, const int* slots, const int* positions, const int* table, int table_width,
+        int block_size) {
     const int lane = threadIdx.x, row = blockIdx.y;
-#if HAS_SPLIT
-    if (blockIdx.x == gridDim.x - 1) {
-        SHARED_BYTES(shared);
-        Split split;
-        split.compute((float*)shared, mixes, stream_squares, scale, base, row, num_rows, lane);
-        wait_for_predecessor();
-        let_successor_start();
-        split.store(pre, post, comb, row, lane);
-        return;
-    }
-#endif
     const bool is_query = blockIdx.x < QUERY_UNITS;
     const int unit = is_query ? blockIdx.x : blockIdx.x - QUERY_UNITS, column = unit * UNIT + lane * 8;
     const bool live = column < (is_query ? Q : D);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deskfleet.engine.cuda.native.streams import NO_SPLIT, SPLIT_BYTES, Split
 from deskfleet.engine.cuda.native.where import kernel_for
 
 _UNIT = 256  # columns of a warp
@@ -21,30 +20,24 @@ def write_latents(
     *,
     block_size: int,
     eps: float,
-    split: Split | None = None,
 ) -> None:
-    """As attention.write_latents; of what is read, only qkv may come from the kernel before this one. `split` is of the
-    `finish` before that."""
+    """As attention.write_latents; of what is read, only qkv may come from the kernel before this one."""
     slots, positions, table = where
     width = codes.shape[1]
     size = qkv.shape[1] - width
     defines: dict[str, int | float] = {
-        "HAS_SPLIT": split is not None,
         "Q": width,
         "D": size,
         "ROPE": 2 * rope[0].shape[1],
         "BYTES": pages.shape[1],
         "EPS": eps,
     }
-    if split is not None:
-        defines |= split.defines()
     kernel_for(qkv, "latents.cu", "latents", defines).launch(
-        (-(-width // _UNIT) + -(-size // _UNIT) + (split is not None), len(qkv)),
+        (-(-width // _UNIT) + -(-size // _UNIT), len(qkv)),
         32,
-        SPLIT_BYTES,
+        0,
         [
             qkv, *norms, *rope, codes, scales, pages, slots, positions, table, table.stride(0), block_size,
-            *(NO_SPLIT if split is None else split.arguments()), len(qkv),
         ],
         dependent=True,
     )  # fmt: skip

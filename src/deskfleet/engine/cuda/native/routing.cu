@@ -1,12 +1,8 @@
 // Router scores of a few rows to experts and their work list (spec 6.1; oracle: reference.route after its logits).
 //
 // Given by the compiler's command line: E (experts), NUM_CHOSEN, NUM_HELD (experts of this rank), MEMBERS (pairs of an item
-// at most), BLOCK_ROWS (of a block), ALONE (one block has all rows), SET_WORDS (of 32 rows); with HAS_SPLIT
-// what split.cuh wants.
+// at most), BLOCK_ROWS (of a block), ALONE (one block has all rows), SET_WORDS (of 32 rows).
 #include "rows.cuh"
-#if HAS_SPLIT
-#include "split.cuh"
-#endif
 
 constexpr int WARPS = (E + 31) / 32, THREADS = WARPS * 32;
 constexpr int KEPT = NUM_CHOSEN < 32 ? NUM_CHOSEN : 32;       // of a warp's experts
@@ -34,29 +30,12 @@ DEVICE int rank_among(const u32* keys, int number, u32 own, int at) {
 }
 
 // Each thread has an expert. The first experts of every warp are candidates; their ranks among each other are final.
-// Every block: BLOCK_ROWS rows; then, by the block that is the last to come here, the list of all. Behind those, a block for
-// the mixes of each row's streams. What those are made of is older than the kernel before this one, and so they take no time
-// of their own.
+// Every block: BLOCK_ROWS rows; then, by the block that is the last to come here, the list of all.
 KERNEL(THREADS, 1)
 choose(const float* logits, const float* bias, int* chosen, float* weights, int* items, int* item_pairs, int* num_items,
-       int* counter, float scaling, int first_expert, int num_rows, const float* mixes, const float* stream_squares,
-       const float* scale, const float* base, float* pre, float* post, float* comb) {
+       int* counter, float scaling, int first_expert, int num_rows) {
     SHARED_BYTES(shared);
     const int num_blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-#if HAS_SPLIT
-    if (blockIdx.x >= num_blocks) {
-        if (threadIdx.x >= 32) {
-            wait_for_predecessor();
-            return;
-        }
-        Split split;
-        split.compute((float*)shared, mixes, stream_squares, scale, base, blockIdx.x - num_blocks, num_rows, threadIdx.x);
-        wait_for_predecessor();
-        let_successor_start();
-        split.store(pre, post, comb, blockIdx.x - num_blocks, threadIdx.x);
-        return;
-    }
-#endif
     u32* keys = (u32*)shared;               // [THREADS]
     u32* candidates = keys + THREADS;       // [CANDIDATES] keys
     u32* origins = candidates + CANDIDATES;  // [CANDIDATES] experts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -67,40 +66,6 @@ def mix(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The mixes of a sub-layer that a `finish` has left to the kernel after the one behind it."""
-
-    buffers: Streams
-    scale: Tensor
-    base: Tensor
-    iterations: int
-    norm_eps: float
-    eps: float
-
-    def defines(self) -> dict[str, int | float]:
-        """What split.cuh wants of the kernel that does it."""
-        return {
-            "M": self.buffers.width,
-            "SLICES": self.buffers.width // _SLICE,
-            "ITERATIONS": self.iterations,
-            "NORM_EPS": self.norm_eps,
-            "MIX_EPS": self.eps,
-        }
-
-    def arguments(self) -> list[Tensor | None]:
-        """Mixes, squares, scale and base; pre, post and comb."""
-        b = self.buffers
-        return [b.mixes, b.stream_squares, self.scale, self.base, b.pre, b.post, b.comb]
-
-
-SPLIT_BYTES = 16 * 32
-"""Shared memory of a split."""
-
-NO_SPLIT: list[Tensor | None] = [None] * 7
-"""What a kernel is given that could do a split and has none."""
-
-
 def finish(
     buffers: Streams,
     norm: Tensor,
@@ -110,22 +75,27 @@ def finish(
     iterations: int,
     norm_eps: float,
     eps: float,
-    defers: bool = False,
-) -> Split | None:
+) -> None:
     """As hyper.finish."""
     width, num_rows = buffers.width, buffers.num_rows
-    split = Split(buffers, scale, base, iterations, norm_eps, eps)
-    kernel_for(norm, "hyper.cu", "finish", split.defines() | {"FINISH": 1, "SPLITS_HERE": not defers}).launch(
-        (-(-width // _COLUMNS) + (not defers), num_rows),
+    defines: dict[str, int | float] = {
+        "FINISH": 1,
+        "M": width,
+        "SLICES": width // _SLICE,
+        "ITERATIONS": iterations,
+        "NORM_EPS": norm_eps,
+        "MIX_EPS": eps,
+    }
+    kernel_for(norm, "hyper.cu", "finish", defines).launch(
+        (-(-width // _COLUMNS) + 1, num_rows),
         32 * _WARPS,
-        SPLIT_BYTES,
+        16 * 32,
         [
             buffers.collapsed, buffers.collapsed_squares, buffers.stream_squares, buffers.mixes, norm, scale, base,
             buffers.x, buffers.codes, buffers.scales, buffers.pre, buffers.post, buffers.comb, num_rows,
         ],
         dependent=True,
     )  # fmt: skip
-    return split if defers else None
 
 
-__all__ = ["NO_SPLIT", "SPLIT_BYTES", "Split", "Streams", "finish", "mix"]
+__all__ = ["Streams", "finish", "mix"]
