@@ -239,6 +239,9 @@ def test_every_kernel_of_ours_has_a_category() -> None:
         r"^def (\w+_kernel)\(", "".join(p.read_text() for p in sources.glob("*.py")), re.MULTILINE
     )
     assert len(names) > 15
+    native = "".join(p.read_text() for p in sources.glob("native/*.cu"))
+    names += (own := re.findall(r"^KERNEL\(.*\)\s+(\w+)\(", native, re.MULTILINE))
+    assert len(own) == native.count("\nKERNEL(")
     assert not [name for name in names if category_of(name) == "other"]
 
 

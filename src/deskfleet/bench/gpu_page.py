@@ -41,6 +41,8 @@ def render_gpu(file_name: str, result: GpuResult) -> str:
         f"{settings.get('layers')} layers, {settings.get('weights')} as weights, sums over ranks "
         f"{settings.get('collectives')}."
     )
+    if "kernel_ms" in result.samples[0]:
+        head += " Times by kind of kernel overlap."
     if "circumstances" in settings:
         head += f" Date, commit and machine: {settings['circumstances']}."
     rows = _step_rows(result) if "kernel_ms" in result.samples[0] else _kernel_rows(result)
@@ -57,7 +59,8 @@ def render_gpu(file_name: str, result: GpuResult) -> str:
 
 
 def _step_rows(result: GpuResult) -> list[str]:
-    """A step's milliseconds by batch size and by kind of kernel. Kernels beside each other count twice."""
+    """A step's milliseconds by batch size and by kind of kernel. Kernels beside each other, and one that has begun and waits
+    for the one before it, count twice."""
     kinds = sorted({kind for sample in result.samples for kind in sample["kernel_ms"]}, key=_by_time(result))
     lines = [
         f"| step | ms: median [p10-p90] | kernels | memory | {' | '.join(kinds)} |",
@@ -76,8 +79,8 @@ def _step(sample: Mapping[str, Any]) -> str:
     """What was run: `decode, 4 rows, 1,100 positions before`."""
     parts = [sample["name"].removeprefix(STEPS)]
     if "requests" in sample:
-        parts.append(f"{sample['requests']} requests")
-    parts.append(f"{sample['rows']:,} rows")
+        parts.append(_counted(sample["requests"], "request"))
+    parts.append(_counted(sample["rows"], "row"))
     if sample.get("replayed"):
         parts.append(f"{sample['replayed']:,} of them in the decoder")
     if "context" in sample:
@@ -85,6 +88,10 @@ def _step(sample: Mapping[str, Any]) -> str:
     if "tokens_per_s" in sample:
         parts.append(f"{sample['tokens_per_s']:,.0f} tokens/s")
     return ", ".join(parts)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _by_time(result: GpuResult) -> Any:

@@ -12,14 +12,16 @@ ENGRAM = "Engram rows"
 
 _RULES: tuple[tuple[str, str], ...] = (
     # Kernels of this engine (engine/cuda), by their whole names: these are words that others use as well.
-    (ENGRAM, r"^gate_kernel$"),
+    (ENGRAM, r"^gate(_kernel)?$"),
     (
         "attention",
-        r"^(latent|attend|merge|score|select|block|allow|pool|key|rope|window|upper|lower|count|take)_kernel$",
+        r"^(latents?|attend|merge|score|pick|pool|keys?|select|block|allow|rope|window|upper|lower|count|take|score_rows"
+        r"|attend_rows|unpack_windows|unpack_entries|unpack_picks|turn|codes)(_kernel)?$",
     ),
-    ("experts", r"^(choose|list_items|up|down)_kernel$"),
-    ("hyper-connections", r"^(mix|finish)_kernel$"),
-    ("matrix products", r"^(fp8|wide|bf16)_kernel$"),
+    ("experts", r"^(choose|list_items|up|down|sort|grouped_up|grouped_down|swiglu)(_kernel)?$"),
+    ("hyper-connections", r"^(mix|finish|sum)(_kernel)?$"),
+    ("matrix products", r"^(linear|(fp8|wide|bf16|plain|rows|weights)_kernel)$"),
+    ("sampling", r"^(anchor|markov|weigh|draw|confidence|quantize|norm|context)_kernel$"),
     (ENGRAM, r"engram|row_store|rowstore"),
     (
         COLLECTIVE,
