@@ -23,9 +23,12 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from deskfleet.endpoint import TokenChunk, TokenLogprob
+from deskfleet.errors import EngineError
 from deskfleet.gateway import stream
+from deskfleet.gateway.admission import Admission
 from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.gateway.gate import Gate
+from deskfleet.gateway.observing import Observer
 from deskfleet.gateway.policies.contract import Caller
 from deskfleet.gateway.protocol import apply_policies, watchers_of
 from deskfleet.gateway.protocols.chat import ChatProtocol
@@ -142,6 +145,44 @@ async def test_an_answer_is_as_many_packets_as_chunks(monkeypatch: pytest.Monkey
     assert b"data: [DONE]\n\n" in answer[-1]
     assert answer[-1].endswith(b"0\r\n\r\n")
     assert b'"usage":{' in answer[-1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_last_packet_leaves_when_all_is_counted(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Who asks again with it waits for nothing; what breaks until then takes the place of the end."""
+    seen: list[str] = []
+    end, leave = Observer._end, Admission.leave
+
+    def ended(self: Observer, *args: Any) -> None:
+        seen.append("counted")
+        end(self, *args)
+
+    def left(self: Admission, *args: Any) -> None:
+        leave(self, *args)
+        if fails:
+            raise EngineError("the last moment")
+
+    def sent(self: StreamWriter, chunk: Any) -> None:
+        seen.append("end" if b"0\r\n\r\n" in bytes(chunk) else "packet")
+        write(self, chunk)
+
+    write = StreamWriter._write
+    async with requesting(ScriptedEngine(says("one two three"))) as (session, url):
+        body = {"model": MODEL, "messages": HELLO, "stream": True, **CHAT}
+        monkeypatch.setattr(StreamWriter, "_write", sent)
+        monkeypatch.setattr(Observer, "_end", ended)
+        monkeypatch.setattr(Admission, "leave", left)
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            told = await response.read()
+    answer = seen[seen.index("packet") :]
+    if fails:
+        assert b"the last moment" in told
+        assert b"[DONE]" not in told
+    else:
+        assert told.endswith(b"data: [DONE]\n\n")
+        assert answer[-2:] == ["counted", "end"]
 
 
 async def test_what_an_answer_needs_is_made_at_the_loops_next_turn_or_when_it_is_wanted() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +25,18 @@ from deskfleet.engine.cuda import (
 )
 from deskfleet.engine.cuda.checks import StepCheck, relative_error
 from deskfleet.engine.cuda.experts import ExpertShape
+from deskfleet.engine.cuda.native import products
 from deskfleet.engine.cuda.prefill import PrefillStep
 from deskfleet.engine.cuda.prefill_checks import RowsOf
 from deskfleet.engine.cuda.prefill_experts import GroupedBuffers, GroupedTuning
-from deskfleet.engine.cuda.step import make_pages
+from deskfleet.engine.cuda.prefill_replay import ReplayStep
+from deskfleet.engine.cuda.step import DecodeStep, make_pages
 from deskfleet.engine.cuda.synthetic import RankShape, make_layer
 from deskfleet.engine.ops import quant, reference
 from deskfleet.engine.ops.records import INDEX_KEY
 from deskfleet.model import device as device_sizes
+from deskfleet.model.config import ModelConfig
+from deskfleet.model.published import published_config_dict
 from tests.gpu.test_engine import MEAN_LIMIT, Pair, segment, tokens
 from tests.gpu.test_kernels import (
     BF16,
@@ -150,8 +156,12 @@ def test_products(device: torch.device, bit_ops: bool, monkeypatch: pytest.Monke
     assert relative_error(out, reference.shared_expert(x, *matrices, limit=10.0)) < BF16
 
 
-def test_grouped_and_plain_products(device: torch.device, bit_ops: bool) -> None:
+@pytest.mark.parametrize("at_a_time", [1, 2])
+def test_grouped_and_plain_products(
+    device: torch.device, bit_ops: bool, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
     rows, groups, width = 35, 2, 256
+    monkeypatch.setattr(prefill_linear, "WEIGHT_ELEMENTS", at_a_time * 128 * width)
     weight = fp8(groups * 128, width)
     x = normal(rows, groups * width).to(torch.bfloat16)
     products = prefill_linear.ProductBuffers(rows, width, groups * 128, device)
@@ -218,6 +228,39 @@ def test_every_stage_of_a_chunk(device: torch.device, bit_ops: bool, monkeypatch
     assert not wrong, wrong
     expected = reference.linear_f32(step.streams.x.cpu().flip(0), head.cpu())
     assert relative_error(step.vocabulary_logits, expected) < FLOAT32
+
+
+@pytest.mark.parametrize("tp_size", [1, 4, 8])
+def test_split_sums_fit_their_workspace(monkeypatch: pytest.MonkeyPatch, tp_size: int) -> None:
+    """Steps of prompts of the published model, of every size, launched without memory: what programs that share a
+    product leave for each other lies within the step's workspace."""
+    config = ModelConfig.from_dict(published_config_dict())
+    shape = RankShape(config, tp_size)
+    layers = [make_layer(shape, config.layers[index], 0, "meta") for index in (0, 1, 2, 14, 20, 24)]
+    embedding = torch.zeros(shape.vocabulary, config.hidden_size, dtype=torch.bfloat16, device="meta")
+    pages = make_pages(config, num_slots=2, max_model_len=8192, block_size=64, device="meta")
+    parts = (shape, layers, embedding, linear.pack_bf16(embedding), torch.zeros(5120, device="meta"), pages)
+    split: Counter[str] = Counter()
+
+    def launched(kernel: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        if given.get("SPLITS", 1) > 1 and given.get("OUTPUT") != "parts":
+            split[kernel.fn.__name__] += 1
+            tile_rows = 64 if kernel.fn is linear.bf16_kernel.fn else 128
+            programs = grid[0] * grid[1]
+            assert programs * tile_rows * given["BM"] <= given["partials"].numel(), kernel.fn.__name__
+            assert programs // given["SPLITS"] <= given["counters"].numel(), kernel.fn.__name__
+
+    monkeypatch.setattr(type(linear.bf16_kernel), "run", launched)
+    for num_rows in device_sizes.prefill_sizes(2048, 8192):
+        if num_rows > products.MOST_ROWS:  # of fewer, a GPU has kernels that split nothing
+            kind = PrefillStep if num_rows >= device_sizes.FILLED_ROWS else DecodeStep
+            step = kind(*parts, num_rows=num_rows, device="meta", bit_ops=True, long=True)
+            step.run()
+    replay = ReplayStep(*parts, num_rows=device_sizes.REPLAYED_ROWS, device="meta", bit_ops=True)
+    replay.source = step.streams
+    replay.run()
+    assert split["bf16_kernel"] > 0
 
 
 @pytest.mark.parametrize(("heads", "size"), [(32, 128), (4, 32)])

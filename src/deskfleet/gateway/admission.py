@@ -30,7 +30,7 @@ from pydantic import Field
 from deskfleet.endpoint import TokenChunk
 from deskfleet.errors import DeskfleetError
 from deskfleet.gateway.policies.contract import Draft
-from deskfleet.gateway.policies.counting import Counters, CounterSpec
+from deskfleet.gateway.policies.counting import Counters, CounterSpec, Place
 from deskfleet.gateway.policies.section import Fraction, Seconds, Section
 from deskfleet.gateway.refusals import DeadlinePassed, ServerStopping, TooManyRequests, WaitedTooLong
 
@@ -205,6 +205,7 @@ class Admission:
         self._interval_s: float | None = None  # between endings, as last known
         self._closed: str | None = None
         self._emptied = asyncio.Event()
+        self._places: dict[tuple[str, str | None], tuple[Place, Place]] = {}  # where turns are counted
 
     # --- who asks ---------------------------------------------------------------------------------------
 
@@ -310,11 +311,20 @@ class Admission:
         else:
             await self._queue(ticket, deadline)
             ticket.waited_s = asyncio.get_running_loop().time() - ticket.arrived_at_s
-        self._counters.add(ADMITTED, ticket.model_id, ticket.key)
-        self._counters.add(WAITED_S, ticket.model_id, ticket.key, amount=ticket.waited_s)
+        self._count_turn(ticket)
         if ticket.stopping is not None:
             raise self._refusal_for_stop(ticket, ticket.stopping)
         return asyncio.timeout_at(deadline)
+
+    def _count_turn(self, ticket: Ticket) -> None:
+        places = self._places.get((ticket.model_id, ticket.key))
+        if places is None:
+            admitted, waited_s = (
+                self._counters.place(each, ticket.model_id, ticket.key) for each in (ADMITTED, WAITED_S)
+            )
+            places = self._places[ticket.model_id, ticket.key] = admitted, waited_s
+        places[0].add(1.0)
+        places[1].add(ticket.waited_s)
 
     async def _queue(self, ticket: Ticket, deadline: float | None) -> None:
         turn = ticket.turn = asyncio.get_running_loop().create_future()
@@ -369,7 +379,7 @@ class Admission:
             self._endings.clear()
             self._endings.append(asyncio.get_running_loop().time())
         self._running.add(ticket)
-        self._running_of[ticket.key] += 1
+        self._running_of[ticket.key] = self._running_of.get(ticket.key, 0) + 1
         self._virtual_time = max(self._virtual_time, self._work_ends[ticket.key])
         self._work_ends[ticket.key] += ticket.work / ticket.share.weight
         if ticket.turn is not None and not ticket.turn.done():

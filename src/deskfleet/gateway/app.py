@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -32,6 +33,7 @@ from deskfleet.endpoint import Endpoint, TokenEngine
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError
 from deskfleet.gateway.chat_format import ChatFormat
 from deskfleet.gateway.debug_answers import DebugAnswers
+from deskfleet.gateway.direct import take_direct_way
 from deskfleet.gateway.failures import ErrorStyle, UnknownModel, describe_failure
 from deskfleet.gateway.gate import MAX_TOKENS_HEADER, Gate
 from deskfleet.gateway.http_log import leave_out_malformed
@@ -45,6 +47,7 @@ from deskfleet.gateway.protocols.completions import CompletionsProtocol
 from deskfleet.gateway.protocols.messages import MessagesProtocol
 from deskfleet.gateway.protocols.responses import ResponsesProtocol
 from deskfleet.gateway.protocols.tokens import TokenCounter
+from deskfleet.gateway.recent import RequestRecord
 from deskfleet.gateway.replicas import HEADER as TOKENS_HEADER
 from deskfleet.gateway.replicas import RETOKENISED, Replicated, replicated
 from deskfleet.gateway.settings import GatewaySettings
@@ -90,8 +93,15 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 """Who asks, set by the middleware that knows; without one it is whoever the connection comes from."""
 
-_THOUGHT: web.RequestKey[str] = web.RequestKey("thought", str)
-_MAX_TOKENS: web.RequestKey[int] = web.RequestKey("max_tokens", int)
+
+class _Told(msgspec.Struct):
+    """What headers say of how a request was understood, as far as it was."""
+
+    thought: str | None = None
+    max_tokens: int | None = None
+
+
+_TOLD: web.RequestKey[_Told] = web.RequestKey("told", _Told)
 
 _LINGERING_S = 2.0
 """How long the rest of a body is still taken after its request was refused, so that the client can read why."""
@@ -127,8 +137,9 @@ def create_app(
 
     gate = Gate(settings, decode)
     debug = DebugAnswers(settings.debug_answers, decode) if settings.debug_answers else None
+    protocols: dict[str, GeneratingProtocol] = {}
     app = web.Application(
-        middlewares=[_boundary, *map(web.middleware, middlewares), gate.door(CALLER)],
+        middlewares=[_boundary(protocols), *map(web.middleware, middlewares), gate.door(CALLER)],
         client_max_size=settings.max_body_bytes,
         handler_args={
             # Without it aiohttp lets a handler run on after its client has gone.
@@ -149,15 +160,16 @@ def create_app(
         policies=gate.policies.counters,
         queue=gate.admission.state,
     )
-    app[_GATEWAY] = _Gateway(
+    protocols |= {
+        "/v1/chat/completions": chat,
+        "/v1/responses": ResponsesProtocol(*made),
+        "/v1/messages": messages,
+        "/v1/completions": CompletionsProtocol(*made),
+    }
+    gateway = app[_GATEWAY] = _Gateway(
         engine=observed.engine,
         settings=settings,
-        protocols={
-            "/v1/chat/completions": chat,
-            "/v1/responses": ResponsesProtocol(*made),
-            "/v1/messages": messages,
-            "/v1/completions": CompletionsProtocol(*made),
-        },
+        protocols=protocols,
         counter=TokenCounter(*made, chat=chat, messages=messages),
         gate=gate,
         policies=policies if callable(policies) else lambda: policies,
@@ -167,7 +179,7 @@ def create_app(
     )
     app.on_response_prepare.append(_add_headers)
     for route in _GENERATING_ROUTES:
-        app.router.add_post(route, generate)
+        app.router.add_post(route, partial(generate, gateway))
     app.router.add_post("/v1/messages/count_tokens", count_tokens)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
@@ -200,6 +212,7 @@ async def serving(
     # After draining, whatever still runs is cancelled at once. (0 would wait for it, for ever.)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
+    take_direct_way(runner, _GENERATING_ROUTES)
     try:
         site = web.TCPSite(runner, settings.host, settings.port)
         try:
@@ -232,36 +245,38 @@ async def serve(
         await until.wait()
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
+async def generate(gateway: _Gateway, request: web.Request) -> web.StreamResponse:
     """Answer one request of any protocol: prepare off the loop, then move tokens until the answer is complete."""
-    gateway = request.app[_GATEWAY]
-    caller, record = _caller(request), request[RECORD]
+    caller, record, told = request[CALLER], request[RECORD], request[_TOLD]
     record.key, record.model = caller.key, gateway.settings.model_id
     if gateway.engine.failure is not None:
         raise EngineError(gateway.engine.failure)
-    protocol = gateway.protocols[request.path]
+    protocol = gateway.protocols[record.path]
     body = await gateway.gate.read(request, caller)
     if _is_quick(body):
-        prepared = protocol.prepare(body, request[REQUEST_ID], caller)
+        prepared = protocol.prepare(body, record.own_id, caller)
     else:
-        prepared = await asyncio.to_thread(protocol.prepare, body, request[REQUEST_ID], caller)
+        prepared = await asyncio.to_thread(protocol.prepare, body, record.own_id, caller)
     if prepared.thought is not None:
-        request[_THOUGHT] = prepared.thought.header()
+        told.thought = prepared.thought.header()
     policies = (*gateway.policies(), *gateway.gate.policies_for(caller))
     prepared = apply_policies(prepared, policies)
-    request[_MAX_TOKENS] = prepared.generate.sampling.max_tokens
-    async with gateway.gate.admitted(prepared.draft) as ticket:
+    draft = prepared.draft
+    told.max_tokens = draft.generate.sampling.max_tokens
+    async with gateway.gate.admitted(draft) as ticket:
 
         def get_ready() -> Ready:
             watchers = (ticket.push, *watchers_of(prepared, policies), record.watch)
             if gateway.debug is not None:
                 watchers = (*watchers, gateway.debug.begin(record))
-            return Ready(protocol.parser(prepared), watchers, EventStream(_own_headers(request)))
+            return Ready(
+                protocol.parser(prepared), watchers, EventStream(_own_headers(gateway, record, told))
+            )
 
         ready = Later(get_ready)
-        tokens = gateway.engine.generate(prepared.generate)
+        tokens = gateway.engine.generate(draft.generate)
         try:
-            if prepared.stream:
+            if draft.is_stream:
                 return await stream_answer(request, tokens, ready)
             return await whole_answer(tokens, ready())
         finally:
@@ -281,7 +296,7 @@ def _is_quick(body: bytes) -> bool:
 async def count_tokens(request: web.Request) -> web.Response:
     """Count a Messages request's prompt."""
     counted = await asyncio.to_thread(request.app[_GATEWAY].counter.count, await _read(request))
-    request[_THOUGHT] = counted.thought.header()
+    request[_TOLD].thought = counted.thought.header()
     return _json({"input_tokens": counted.num_tokens})
 
 
@@ -350,61 +365,70 @@ def _json(data: object, *, status: int = 200) -> web.Response:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request[RECORD].key = _caller(request).key
     if not isinstance(response, EventStream):  # which was made with them
-        response.headers.update(_own_headers(request))
+        told = request.get(_TOLD) or _Told()
+        response.headers.update(_own_headers(request.app[_GATEWAY], request[RECORD], told))
 
 
-def _own_headers(request: web.Request) -> dict[str, str]:
+def _own_headers(gateway: _Gateway, record: RequestRecord, told: _Told) -> dict[str, str]:
     """What is said of a request beside its answer, as far as it is known."""
-    headers = {"x-request-id": request[RECORD].request_id}
-    if request.path.startswith(_ANTHROPIC_ROUTES):
-        headers["request-id"] = request[REQUEST_ID]  # where Anthropic's clients look
-    thought = request.get(_THOUGHT)
-    if thought is not None:
-        headers[THINKING_HEADER] = thought
-    max_tokens = request.get(_MAX_TOKENS)
-    if max_tokens is not None:
-        headers[MAX_TOKENS_HEADER] = str(max_tokens)
-        replicas = request.app[_GATEWAY].replicas
+    headers = {"x-request-id": record.request_id}
+    if record.path.startswith(_ANTHROPIC_ROUTES):
+        headers["request-id"] = record.own_id  # where Anthropic's clients look
+    if told.thought is not None:
+        headers[THINKING_HEADER] = told.thought
+    if told.max_tokens is not None:
+        headers[MAX_TOKENS_HEADER] = str(told.max_tokens)
+        replicas = gateway.replicas
         if replicas is not None and not replicas.exact_tokens:
             headers[TOKENS_HEADER] = RETOKENISED
     return headers
 
 
-@web.middleware
-async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every exception into an answer: a status, or an event once a stream is open."""
-    protocol = request.app[_GATEWAY].protocols.get(request.path)
-    request[REQUEST_ID] = f"{protocol.id_prefix if protocol else 'req-'}{os.urandom(16).hex()}"
-    record = request[RECORD]
-    record.own_id = request[REQUEST_ID]
-    record.request_id = record.request_id or record.own_id
-    try:
-        return await handler(request)
-    except ConnectionResetError:
+def _boundary(protocols: Mapping[str, GeneratingProtocol]) -> Middleware:
+    """Return the middleware that turns every exception into an answer: a status, or an event once a stream is open."""
+
+    @web.middleware
+    async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+        record = request[RECORD]
+        protocol = protocols.get(record.path)
+        request[REQUEST_ID] = own_id = f"{protocol.id_prefix if protocol else 'req-'}{os.urandom(16).hex()}"
+        record.own_id = own_id
+        record.request_id = record.request_id or own_id
+        request[_TOLD] = _Told()
+        try:
+            return await handler(request)
+        except Exception as error:  # noqa: BLE001  the boundary: whatever it is becomes an answer
+            return await _answer_error(request, record, error)
+
+    return boundary
+
+
+async def _answer_error(request: web.Request, record: RequestRecord, error: Exception) -> web.StreamResponse:
+    opened = request.get(OPEN_STREAM)
+    if isinstance(error, ConnectionResetError):
         # The client is gone, there is nobody to answer. A begun response ends the connection quietly.
         record.outcome = "cancelled"
-        if OPEN_STREAM in request:
-            return request[OPEN_STREAM].response
-        raise
-    except Exception as error:
-        failure = describe_failure(error)
-        record.error = failure.message
-        if failure.status >= 500:
-            unforeseen = not isinstance(error, DeskfleetError)
-            logger.error("%s: %s", record.request_id, failure.message, exc_info=unforeseen)
-        opened = request.get(OPEN_STREAM)
         if opened is not None:
-            return await fail_stream(opened, failure)
-        style: ErrorStyle = "anthropic" if request.path.startswith(_ANTHROPIC_ROUTES) else "openai"
-        response = web.Response(
-            body=failure.to_json(style, request[REQUEST_ID]),
-            status=failure.status,
-            content_type="application/json",
-            headers=failure.headers,
-        )
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
+            response: web.StreamResponse = opened.response
+            return response
+        raise error
+    failure = describe_failure(error)
+    record.error = failure.message
+    if failure.status >= 500:
+        unforeseen = None if isinstance(error, DeskfleetError) else error
+        logger.error("%s: %s", record.request_id, failure.message, exc_info=unforeseen)
+    if opened is not None:
+        return await fail_stream(opened, failure)
+    style: ErrorStyle = "anthropic" if request.path.startswith(_ANTHROPIC_ROUTES) else "openai"
+    answer = web.Response(
+        body=failure.to_json(style, request[REQUEST_ID]),
+        status=failure.status,
+        content_type="application/json",
+        headers=failure.headers,
+    )
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        answer.headers["Allow"] = error.headers["Allow"]
+    return answer
 
 
 __all__ = ["CALLER", "REQUEST_ID", "Middleware", "Policies", "create_app", "serve", "serving"]

@@ -20,7 +20,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
@@ -153,10 +152,10 @@ def read_fields(body: bytes | dict[str, Any], decisions: Decisions[FieldsT]) -> 
     Raises RequestError: not JSON, not an object, a field missing, of the wrong type, out of range, refused, misspelled.
     """
     if isinstance(body, bytes):
-        with suppress(msgspec.MsgspecError, RecursionError):
-            return decisions.exact.decode(
-                body
-            )  # as most; else what is wrong, or not known, is looked for below
+        try:
+            return decisions.exact.decode(body)  # as most
+        except (msgspec.MsgspecError, RecursionError):
+            pass  # what is wrong, or not known, is looked for below
     raw = read_object(body) if isinstance(body, bytes) else body
     _refuse(raw, decisions)
     try:

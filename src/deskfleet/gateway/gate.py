@@ -143,15 +143,14 @@ def _said_by(settings: GatewaySettings) -> PolicySettings:
 
 async def _read_within(request: web.Request, limits: RequestLimits) -> bytes:
     """Read a body that is neither longer nor slower than it may be."""
+    content = request.content
     announced = request.content_length
     if announced is not None and announced > limits.max_body_bytes:
         raise BodyTooLarge(f"the body has {announced} bytes, more than {limits.max_body_bytes}")
     body = bytearray()
     try:
-        if request.content.is_eof() and "Content-Encoding" not in request.headers:
-            whole = (
-                request.content.read_nowait()
-            )  # as most: it came with the headers, and nothing is waited for
+        if content.is_eof() and "Content-Encoding" not in request.headers:
+            whole = content.read_nowait()  # as most: it came with the headers, and nothing is waited for
             if len(whole) > limits.max_body_bytes:
                 raise BodyTooLarge(f"the body has {len(whole)} bytes, more than {limits.max_body_bytes}")
             return whole

@@ -117,6 +117,7 @@ class GatewayMetrics:
         self._policies = policies
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {}
+        self._histograms_given: dict[str, tuple[Histogram, Histogram]] = {}
         self._registry = CollectorRegistry()
         self._collector = _Collector(self)
         self._registry.register(self._collector)
@@ -135,13 +136,22 @@ class GatewayMetrics:
 
     def meter(self, record: RequestRecord, num_prompt_tokens: int, now_s: float) -> Meter:
         """The engine is given one generation of the request."""
-        protocol = record.protocol or ""
+        waits, gaps = self._given(record.protocol or "")
         if record.given_s is None:
             record.given_s = now_s
-            self._histogram("gateway_wait_seconds", protocol).observe(now_s - record.began_s)
+            waits.observe(now_s - record.began_s)
         record.num_prompt_tokens += num_prompt_tokens
         self.num_prompt_tokens += num_prompt_tokens
-        return Meter(self, record, self._histogram("inter_token_latency_seconds", protocol))
+        return Meter(self, record, gaps)
+
+    def _given(self, protocol: str) -> tuple[Histogram, Histogram]:
+        """What is observed of a request that an engine is given: the wait before, and the gaps between its tokens."""
+        found = self._histograms_given.get(protocol)
+        if found is None:
+            waits = self._histogram("gateway_wait_seconds", protocol)
+            gaps = self._histogram("inter_token_latency_seconds", protocol)
+            found = self._histograms_given[protocol] = waits, gaps
+        return found
 
     def end(self, record: RequestRecord) -> None:
         """The request is over; its outcome is set."""

@@ -9,7 +9,7 @@ Owns the steps that every request for tokens goes through, and their order. Know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 from msgspec import Struct, structs
@@ -129,21 +129,25 @@ def apply_policies(prepared: PreparedT, policies: Sequence[Policy]) -> PreparedT
 
 def watchers_of(prepared: Prepared, policies: Sequence[Policy]) -> tuple[Watch, ...]:
     """Return how policies look at the answer to a request that all of them have shaped."""
-    found = (policy.watcher(prepared.draft) for policy in policies)
-    return tuple([watcher.push for watcher in found if watcher is not None])
+    draft, found = prepared.draft, []
+    for policy in policies:
+        watcher = policy.watcher(draft)
+        if watcher is not None:
+            found.append(watcher.push)
+    return tuple(found)
 
 
 def check_room(prepared: Prepared) -> None:
     """Raise PromptTooLong unless prompt and answer fit into the context together."""
     draft = prepared.draft
-    max_tokens = draft.sampling.max_tokens
+    max_tokens = draft.generate.sampling.max_tokens
     if draft.num_prompt_tokens + max_tokens > draft.max_model_len:
         error = PromptTooLong(draft.num_prompt_tokens, max_tokens, draft.max_model_len)
         error.param = prepared.max_tokens_param
         raise error
 
 
-def refuse_unknown_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def refuse_unknown_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise RequestError for an id that is not in the vocabulary."""
     for token_id in token_ids:
         if token_id >= vocab_size:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, TokenChunk, TokenEngine
 from deskfleet.errors import EngineError
@@ -23,8 +24,7 @@ from deskfleet.gateway.symptoms import Traffic
 CUT_SHORT = "the engine stopped answering before the end"
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
+class _Open(Struct, eq=False):
     """One generation that is not over. `task` waits for the engine's next chunk, None while the client has the word."""
 
     num_prompt_tokens: int

@@ -293,9 +293,13 @@ def grouped_product(
 ) -> None:
     """x bf16 [T, G·K], paired weight [G·N, K] -> codes FP8 [T, G·N] with scale bytes: what wo_b takes."""
     num_rows, rows = len(x), weight.num_rows // groups
-    expanded = expand_weight(weight, 0, weight.num_rows // TILE_ROWS, buffers).view(groups, rows, -1)
+    tiles, by_group = rows // TILE_ROWS, x.view(num_rows, groups, -1).transpose(0, 1)
     out = buffers.groups[: groups * num_rows * rows].view(groups, num_rows, rows)
-    torch.bmm(x.view(num_rows, groups, -1).transpose(0, 1), expanded.transpose(1, 2), out=out)
+    most = max(WEIGHT_ELEMENTS // (rows * weight.num_columns), 1)
+    for first in range(0, groups, most):
+        some = slice(first, min(first + most, groups))
+        expanded = expand_weight(weight, first * tiles, (some.stop - first) * tiles, buffers)
+        torch.bmm(by_group[some], expanded.view(-1, rows, weight.num_columns).transpose(1, 2), out=out[some])
     codes_kernel[(weight.num_rows // TILE_ROWS, triton.cdiv(num_rows, 32))](
         out,
         codes,

@@ -212,7 +212,7 @@ class DecodeStep:
             experts.ExpertShape(width, shape.expert_width, len(shape.expert_ids), num_chosen)
         )
         self.work = linear.SplitBuffers(
-            _most_partials(shape, num_experts, num_rows, self.num_logits),
+            _most_partials(shape, self.layers, num_experts, num_rows, self.num_logits),
             64 * linear.padded_rows(num_rows),
             device,
         )
@@ -616,8 +616,11 @@ def rope_tables(config: ModelConfig) -> tuple[RopeTable, RopeTable]:
     return RopeTable.local(config.qk_rope_head_dim, config.rope_theta), yarn
 
 
-def _most_partials(shape: Shape, num_experts: int, num_rows: int, num_logits: int) -> int:
-    """Floats of the largest split sum of the projections of a step."""
+def _most_partials(
+    shape: Shape, layers: Sequence[LayerWeights], num_experts: int, num_rows: int, num_logits: int
+) -> int:
+    """Floats of the largest split sum of the projections of a step. A matrix of fewer rows may be split more, and take
+    more of them: every one counts, not the largest."""
     c = shape.config
     grouped = shape.groups * shape.group_rank
     sizes = [
@@ -627,7 +630,7 @@ def _most_partials(shape: Shape, num_experts: int, num_rows: int, num_logits: in
         (c.hidden_size, grouped, 128, num_rows),
         (c.index_n_heads * c.index_head_dim, c.q_lora_rank, 128, num_rows),
         ((c.hc_mult + 1) * c.hidden_size, c.engram_width, 128, num_rows),
-        (2 * c.head_dim + c.index_n_heads, c.hidden_size, 64, num_rows),
+        *((rows, c.hidden_size, 64, num_rows) for rows in {layer.num_extra for layer in layers}),
         (num_experts, c.hidden_size, 64, num_rows),
         (shape.vocabulary, c.hidden_size, 64, num_logits),
     ]

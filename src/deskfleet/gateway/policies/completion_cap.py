@@ -59,7 +59,10 @@ class CompletionCap:
         if not settings.enabled:
             return draft
         asked = draft.wishes.max_tokens
-        wanted = draft.sampling.max_tokens if asked is None else asked
+        current = draft.generate.sampling.max_tokens
+        if asked == current and settings.max_tokens is None:
+            return draft  # as most: asked for, and no limit but the context
+        wanted = current if asked is None else asked
         if asked is None and settings.default_max_tokens is not None:
             wanted = settings.default_max_tokens
         if asked is None or settings.max_tokens is not None:
@@ -72,7 +75,7 @@ class CompletionCap:
         elif allowed < asked:
             self._counters.add(CLAMPED, draft.model_id, draft.caller.key)
         allowed = max(allowed, 1)
-        if allowed == draft.sampling.max_tokens:
+        if allowed == current:
             return draft
         return with_sampling(draft, replace(draft.sampling, max_tokens=allowed))
 

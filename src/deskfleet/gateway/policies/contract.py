@@ -10,7 +10,6 @@ What is made anew for every request are structs, which take a tenth of a frozen 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from msgspec import Struct, structs
@@ -90,12 +89,24 @@ class Policy(Protocol):
 
 def with_sampling(draft: Draft, sampling: SamplingParams) -> Draft:
     """Return the same request, sampled in another way."""
-    return with_generate(draft, replace(draft.generate, sampling=sampling))
+    own = draft.generate
+    changed = GenerateRequest(own.request_id, own.prompt_token_ids, sampling, own.images, own.timeout_s)
+    return with_generate(draft, changed)
 
 
 def with_generate(draft: Draft, generate: GenerateRequest) -> Draft:
     """Return the same request with another one for the engine."""
     return structs.replace(draft, generate=generate)
+
+
+if tuple(GenerateRequest.__dataclass_fields__) != (
+    "request_id",
+    "prompt_token_ids",
+    "sampling",
+    "images",
+    "timeout_s",
+):
+    raise TypeError("with_sampling does not copy every field of a GenerateRequest")
 
 
 __all__ = ["Caller", "Draft", "Policy", "Watcher", "Wishes", "with_generate", "with_sampling"]

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from deskfleet.endpoint import TokenChunk
 from deskfleet.gateway.policies.contract import Draft, Watcher
-from deskfleet.gateway.policies.counting import Counters, CounterSpec
+from deskfleet.gateway.policies.counting import Counters, CounterSpec, Place
 from deskfleet.gateway.policies.section import Section
 from deskfleet.gateway.refusals import NotPermitted, TooManyRequests
 
@@ -100,12 +100,18 @@ class KeyLimits:
         self._settings = settings
         self._usage = usage
         self._counters = counters
+        self._is_limited = settings.enabled and (
+            settings.models is not None
+            or settings.requests_per_minute is not None
+            or settings.tokens_per_minute is not None
+        )
+        self._places: dict[tuple[str, str | None], Place] = {}  # where tokens are counted
 
     def shape(self, draft: Draft) -> Draft:
         """Return the request as it is, and count it. Raises NotPermitted and TooManyRequests."""
-        settings, key = self._settings, draft.caller.key
-        if not settings.enabled:
+        if not self._is_limited:
             return draft
+        settings, key = self._settings, draft.caller.key
         if settings.models is not None and draft.model_id not in settings.models:
             self._counters.add(REFUSED, draft.model_id, key, "models")
             raise NotPermitted(
@@ -129,17 +135,22 @@ class KeyLimits:
 
     def watcher(self, draft: Draft) -> Watcher | None:
         """Return what counts the tokens of one answer, and of its prompt once an engine has taken it."""
-        return _TokenCount(self._settings, draft, self._usage, self._counters)
+        key = draft.caller.key
+        tokens = self._places.get((draft.model_id, key))
+        if tokens is None:
+            tokens = self._counters.place(TOKENS, draft.model_id, key)
+            self._places[draft.model_id, key] = tokens
+        return _TokenCount(self._settings, draft, self._usage, tokens)
 
 
 class _TokenCount:
     """Counts one answer."""
 
-    def __init__(self, settings: KeyLimitsSettings, draft: Draft, usage: Usage, counters: Counters) -> None:
+    def __init__(self, settings: KeyLimitsSettings, draft: Draft, usage: Usage, tokens: Place) -> None:
         self._per_minute = settings.tokens_per_minute if settings.enabled else None
         self._key = draft.caller.key
         self._usage = usage
-        self._tokens = counters.place(TOKENS, draft.model_id, self._key)
+        self._tokens = tokens
         self._num_uncounted = draft.num_prompt_tokens
 
     def push(self, chunk: TokenChunk) -> TokenChunk:

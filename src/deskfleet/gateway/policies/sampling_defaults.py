@@ -8,10 +8,12 @@ that asks for a temperature near 0 is served as asked, and counted: such request
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
 
+from deskfleet.endpoint import SamplingParams
 from deskfleet.gateway.policies.contract import Draft, Watcher, Wishes, with_sampling
 from deskfleet.gateway.policies.counting import Counters, CounterSpec
 from deskfleet.gateway.policies.section import Fraction, Section
@@ -23,6 +25,8 @@ NEAR_GREEDY = CounterSpec(
 COUNTERS = (NEAR_GREEDY,)
 
 _NEAR_GREEDY = 0.3
+_NUM_KEPT = 64
+"""Most requests sample in one of a few ways: so many results are kept, since making one costs more than finding it."""
 
 
 class SamplingValues(Section):
@@ -57,25 +61,32 @@ class SamplingDefaults:
         self._settings = settings
         self._counters = counters
         self._thinking, self._not_thinking = _said(settings.thinking), _said(settings.not_thinking)
+        self._changed = lru_cache(_NUM_KEPT)(_changed)
 
     def shape(self, draft: Draft) -> Draft:
         """Return the request with every value filled in that the client left open."""
         if not self._settings.enabled:
             return draft
-        wishes = draft.wishes
+        wishes, sampling = draft.wishes, draft.generate.sampling
         if wishes.thinking and wishes.temperature is not None and wishes.temperature <= _NEAR_GREEDY:
             self._counters.add(NEAR_GREEDY, draft.model_id, draft.caller.key)
-        sampling = draft.sampling
-        chosen = {
-            name: value
-            for name, value in (self._thinking if wishes.thinking else self._not_thinking)
-            if getattr(wishes, name) is None and getattr(sampling, name) != value
-        }
-        return with_sampling(draft, replace(sampling, **chosen)) if chosen else draft
+        chosen = [
+            pair
+            for pair in (self._thinking if wishes.thinking else self._not_thinking)
+            if getattr(wishes, pair[0]) is None and getattr(sampling, pair[0]) != pair[1]
+        ]
+        if not chosen:
+            return draft
+        change = _changed if sampling.logit_bias or sampling.constraint is not None else self._changed
+        return with_sampling(draft, change(sampling, tuple(chosen)))
 
     def watcher(self, draft: Draft) -> Watcher | None:
         """Nothing is sampled here."""
         return None
+
+
+def _changed(sampling: SamplingParams, chosen: tuple[tuple[str, Any], ...]) -> SamplingParams:
+    return replace(sampling, **dict(chosen))
 
 
 def _said(values: SamplingValues) -> tuple[tuple[str, Any], ...]:

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 Generator = ChatCompletionChunkGenerator | ResponsesChunkGenerator | MessagesChunkGenerator
 
+_CANONICAL = SpecialTokens(dsml=MARKER)
+"""How the call reader spells calls for the library."""
+
 UNFINISHED_CALL = "unfinished_call"
 """The stop reason of an answer that the model ended in the middle of a call."""
 
@@ -87,7 +90,8 @@ class TokenReader:
         if unseen.isdisjoint(token_ids):
             data = self._join(token_ids)
             if self._is_plain(data):
-                return [InferenceChunk.tokens(token_ids, _logprobs(logprobs))] if token_ids else []
+                told = None if logprobs is None else _logprobs(logprobs)
+                return [InferenceChunk.tokens(token_ids, told)] if token_ids else []
         parts: list[InferenceChunk] = []
         for index, token_id in enumerate(token_ids):
             data = b"" if token_id in unseen else self._text(token_id)
@@ -230,7 +234,8 @@ class LibraryAnswer:
         self.stop_reason: str | None = None
         self.late_cached: int | None = None
         self._told_cached = 0
-        self._request_id = prepared.generate.request_id
+        generate = prepared.draft.generate
+        self._request_id = generate.request_id
         parsing = prepared.parsing
         starts = Mode.BLOCK if prepared.calls_are_begun else Mode.ANSWER
         stage = parsing.thinking_initial_stage
@@ -240,12 +245,12 @@ class LibraryAnswer:
         markers = EXACT if is_exact else SPELLED
         self._calls = CallReader(prepared.tools, starts, markers=markers, max_calls=prepared.max_calls)
         parsing.parse_tool_calls = True  # of what the call reader writes; nothing else can be a call
-        parsing.special_tokens = SpecialTokens(dsml=MARKER)
+        parsing.special_tokens = _CANONICAL
         self._hidden = chat_format.hidden_token_ids
         texts = chat_format.exact_texts if is_exact else chat_format.texts
         self._reader = TokenReader(texts, self._hidden, chat_format.thought_end_id, self._calls)
         self._processor = StreamProcessor(generator, parsing, chat_format.tokenizer)
-        self._stop_token_ids = frozenset(prepared.generate.sampling.stop_token_ids)
+        self._stop_token_ids = frozenset(generate.sampling.stop_token_ids)
         self._started = False
 
     @property
@@ -270,7 +275,8 @@ class LibraryAnswer:
 
     def push(self, chunk: TokenChunk) -> list[Any]:
         """Return the library's events for `chunk`, maybe none. Raises EngineError for an abort."""
-        parts = self._reader.read(chunk.token_ids, chunk.logprobs, self._hidden_in(chunk))
+        hidden = self._hidden_in(chunk) if self._stop_token_ids else None
+        parts = self._reader.read(chunk.token_ids, chunk.logprobs, hidden)
         if not self._started:
             self._started = True
             self._told_cached = chunk.num_cached_tokens
@@ -292,7 +298,7 @@ class LibraryAnswer:
 
     def _hidden_in(self, chunk: TokenChunk) -> frozenset[int] | None:
         """The ids of a chunk that are no text, where the client's own stop token is one of them."""
-        if not self._stop_token_ids or chunk.finish_reason != "stop" or not chunk.token_ids:
+        if chunk.finish_reason != "stop" or not chunk.token_ids:
             return None
         last = chunk.token_ids[-1]
         return self._hidden | {last} if last in self._stop_token_ids else None

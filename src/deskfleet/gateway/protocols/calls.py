@@ -72,7 +72,8 @@ class CallReader:
     lacks its end, `ends_in_block` whether a block of calls does.
     """
 
-    plain: ClassVar[frozenset[Mode]] = frozenset({Mode.THOUGHT, Mode.ANSWER, Mode.TEXT_VALUE})
+    # Found by identity, for every token: an enum's hash is a call.
+    plain: ClassVar[tuple[Mode, ...]] = (Mode.ANSWER, Mode.THOUGHT, Mode.TEXT_VALUE)
 
     def __init__(
         self,
@@ -407,7 +408,7 @@ class _Trial(CallReader):
     `left_at` is the number of bytes before that, None while it may still be a call that ends the answer.
     """
 
-    plain = frozenset({Mode.TEXT_VALUE})
+    plain = (Mode.TEXT_VALUE,)
 
     def __init__(self, tools: Mapping[str, Schema], markers: Markers) -> None:
         super().__init__(tools, markers=markers)

@@ -46,6 +46,9 @@ _SPELLINGS = Spellings(
     path=re.compile(r"^\.?(messages\[\d+\][\w.\[\]]*):|'((?:messages|tools|stop)\[\d+\][\w.\[\]]*)'"),
 )
 
+_NO_COUNTS = '"usage":null}'
+_ENABLED, _DISABLED = {"type": "enabled"}, {"type": "disabled"}
+
 
 class ChatProtocol:
     """Chat Completions for one served checkpoint. Holds no state between requests; any thread may use it."""
@@ -80,22 +83,28 @@ class ChatProtocol:
         if must_call:
             # The library refuses this in a thought; the grammar asks for the call when the thought is over.
             tools, choice = _chosen(tools, choice), "auto"
-        body = {
+        max_tokens = _max_tokens(fields)
+        body: dict[str, Any] = {
             "model": fields.model,
             "messages": messages,
-            "thinking": {"type": "enabled" if thought.on else "disabled"},
-            "reasoning_effort": thought.tier,
-            "tools": msgspec.to_builtins(tools) if fields.tools is not None else None,
-            "tool_choice": msgspec.to_builtins(choice),
-            "response_format": msgspec.to_builtins(fields.response_format),
-            "stop": fields.stop,
+            "thinking": _ENABLED if thought.on else _DISABLED,
             "stream": bool(fields.stream),
-            "stream_options": msgspec.to_builtins(fields.stream_options),
+        }
+        said = {
+            "reasoning_effort": thought.tier,
+            "tools": tools if fields.tools is not None else None,
+            "tool_choice": choice,
+            "response_format": fields.response_format,
+            "stop": fields.stop,
+            "stream_options": fields.stream_options,
             "logprobs": fields.logprobs,
             "top_logprobs": fields.top_logprobs,
-            "max_tokens": _max_tokens(fields),
+            "max_tokens": max_tokens,
         }
-        strict = any(tool.function.strict for tool in tools)
+        for name, value in said.items():
+            if value is not None:  # few are: the library reads what is there only
+                body[name] = msgspec.to_builtins(value)
+        strict = any(tool.function.strict for tool in tools) if tools else False
         conversion = conversations.convert(
             lambda options: ChatCompletionRequest(body).convert(options), _SPELLINGS, strict
         )
@@ -112,7 +121,7 @@ class ChatProtocol:
             max_calls=1 if fields.parallel_tool_calls is False else None,
             response_format=fields.response_format,
             answer_is_begun=is_begun and bool(last.content),
-            max_tokens=_max_tokens(fields),
+            max_tokens=max_tokens,
             max_tokens_param="max_tokens"
             if fields.max_completion_tokens is None
             else "max_completion_tokens",
@@ -128,7 +137,7 @@ class ChatAnswer(LibraryAnswer):
     """One answer as chat.completion.chunk events, or as one chat.completion."""
 
     def __init__(self, prepared: PreparedConversation, model_id: str, chat_format: ChatFormat) -> None:
-        request_id = prepared.generate.request_id
+        request_id = prepared.draft.generate.request_id
         generator = ChatCompletionRequest.chunk_generator(prepared.conversion, request_id, model_id)
         super().__init__(prepared, generator, chat_format)
         self._model_id = model_id
@@ -136,18 +145,21 @@ class ChatAnswer(LibraryAnswer):
 
     def encode(self, events: list[ChatCompletionChunk]) -> bytes:
         """Return events as they are sent. Called for what each `push` returned, in order."""
-        if not self.is_amended and not self._counts_apart:
-            return "".join([f"data: {event.to_json()}\n\n" for event in events]).encode()
-        return b"".join(b"data: " + text + b"\n\n" for event in events for text in self._texts(event))
+        sent = []
+        is_plain = not self.is_amended and not self._counts_apart
+        for event in events:
+            text = event.to_json()
+            if is_plain or (self._counts_apart and text.endswith(_NO_COUNTS)):
+                sent.append(f"data: {text}\n\n".encode())
+            else:
+                sent += [b"data: " + each + b"\n\n" for each in self._texts(text)]
+        return b"".join(sent)
 
-    def _texts(self, event: ChatCompletionChunk) -> list[bytes]:
-        """A chunk, or two: who asks for the counts gets them in one of their own, which has no choices.
+    def _texts(self, text: str) -> list[bytes]:
+        """A chunk that ends an answer, or two: who asks for the counts gets them in one of their own, without choices.
 
         So OpenAI's interface has it; the library puts them into the last choice's, where some clients do not look.
         """
-        text = event.to_json()
-        if self._counts_apart and text.endswith('"usage":null}'):
-            return [text.encode()]
         last = self.amended(text)
         if not self._counts_apart:
             return [last]

@@ -114,6 +114,9 @@ def to_recipe_messages(messages: list[Message]) -> tuple[list[dict[str, Any]], l
     images: list[ImageReference] = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
+        if isinstance(message, UserMessage) and isinstance(message.content, str):  # as most
+            plain.append({"role": "user", "content": message.content})
+            continue
         match message:
             case AssistantMessage():
                 plain.append(_assistant(message, path))

@@ -44,7 +44,7 @@ ANY_MAX_TOKENS = 2**32 - 1
 """The library would cap max_tokens at 393,216; here the context is the limit."""
 
 
-_SIGNS_OF_MARKUP = (b"DSML", b"/think")
+_SIGNS_OF_MARKUP = re.compile(rb"DSML|/think")
 """What a body holds, however its JSON is escaped, if some text in it spells a tag or the end of a thought."""
 
 
@@ -150,12 +150,12 @@ class Conversations:
 
         Raises RequestError naming an image that cannot be used.
         """
-        images = read_images(list(ask.images), self.format.config.vision, IMAGE_LIMITS.get() or self.settings)
         effort = ask.thought.effort
         number = None if effort in TIER_NUMBERS else effort
+        if not ask.images:
+            return self.format.encode(ask.conversation, number), []
+        images = read_images(list(ask.images), self.format.config.vision, IMAGE_LIMITS.get() or self.settings)
         token_ids = self.format.encode(ask.conversation, number)
-        if not images:
-            return token_ids, []
         rendered = self.format.encoding.render_conversation(ask.conversation)
         ordered = [images[ticket_number(source.data_url)] for source in rendered.image_sources]
         num_placeholders = token_ids.count(self.format.config.image_token_id or 0)
@@ -171,30 +171,27 @@ class Conversations:
     ) -> PreparedConversation:
         """Return the request for the engine. Raises RequestError, and PromptTooLong when nothing can be answered."""
         token_ids, images = self.prompt(ask)
-        num_prompt_tokens = count_tokens(token_ids, images)
+        num_prompt_tokens = count_tokens(token_ids, images) if images else len(token_ids)
         if num_prompt_tokens >= self.max_model_len:
             # A prompt that fills the context exactly leaves no room for the one token an answer needs.
             needed = 1 if num_prompt_tokens == self.max_model_len else None
             error = PromptTooLong(num_prompt_tokens, needed, self.max_model_len)
             error.param = ask.prompt_param
             raise error
-        shown = (
-            {tool.name for tool in ask.conversation.tools}
-            if ask.conversation.tool_choice != "none"
-            else set()
-        )
-        functions = [function for function in ask.functions if function["name"] in shown]
+        functions = _shown_functions(ask)
         calls_are_begun = bool(functions) and ask.conversation.tool_choice == "required"
-        form = FormWishes(
-            functions=functions,
-            calls_are_begun=calls_are_begun,
-            must_call=ask.must_call,
-            response_format=ask.response_format,
-            answer_is_begun=ask.answer_is_begun,
-            param=ask.form_param,
-            schema_param=ask.schema_param,
-        )
-        constraint = answer_constraint(form, self.format.marker, self.format.calls)
+        constraint = None
+        if functions or ask.response_format is not None:
+            form = FormWishes(
+                functions=functions,
+                calls_are_begun=calls_are_begun,
+                must_call=ask.must_call,
+                response_format=ask.response_format,
+                answer_is_begun=ask.answer_is_begun,
+                param=ask.form_param,
+                schema_param=ask.schema_param,
+            )
+            constraint = answer_constraint(form, self.format.marker, self.format.calls)
         max_tokens = ask.max_tokens or self._default_max_tokens(ask, num_prompt_tokens)
         resolved = ask.conversion.inference_options
         sampling = sampling_params(
@@ -213,7 +210,7 @@ class Conversations:
                     request_id=request_id,
                     prompt_token_ids=tuple(token_ids),
                     sampling=sampling,
-                    images=tuple(ImageInput(image.data) for image in images),
+                    images=tuple([ImageInput(image.data) for image in images]),
                 ),
                 wishes=client_wishes(ask.fields, ask.thought, ask.max_tokens),
                 caller=caller,
@@ -229,7 +226,7 @@ class Conversations:
             tools={f["name"]: f.get("parameters") or {} for f in functions} if functions else None,
             calls_are_begun=calls_are_begun,
             max_calls=ask.max_calls,
-            quotes_markup=any(sign in body for sign in _SIGNS_OF_MARKUP),
+            quotes_markup=_SIGNS_OF_MARKUP.search(body) is not None,
             echo=echo,
         )
 
@@ -239,9 +236,17 @@ class Conversations:
         return ask.conversion.resolve_max_tokens(num_prompt_tokens, self.max_model_len)
 
 
+def _shown_functions(ask: Ask) -> list[dict[str, Any]]:
+    """The offered tools that the prompt shows."""
+    if not ask.functions or ask.conversation.tool_choice == "none":
+        return []
+    shown = {tool.name for tool in ask.conversation.tools}
+    return [function for function in ask.functions if function["name"] in shown]
+
+
 def count_tokens(token_ids: Sequence[int], images: Sequence[RequestImage]) -> int:
     """Return a prompt's tokens with every image at its full span."""
-    return len(token_ids) + sum(image.num_tokens - 1 for image in images)
+    return len(token_ids) + sum([image.num_tokens - 1 for image in images])
 
 
 def sampling_params(
@@ -262,11 +267,18 @@ def sampling_params(
     """
     stop_token_ids = tuple(fields.stop_token_ids or ())
     logit_bias = fields.logit_bias or {}
-    refuse_unknown_ids("stop_token_ids", stop_token_ids, vocab_size)
-    refuse_unknown_ids("logit_bias", tuple(logit_bias), vocab_size)
+    if stop_token_ids:
+        refuse_unknown_ids("stop_token_ids", stop_token_ids, vocab_size)
+    if logit_bias:
+        refuse_unknown_ids("logit_bias", logit_bias, vocab_size)
+    if fields.temperature is not None:
+        temperature = fields.temperature
+    if fields.top_p is not None:
+        top_p = fields.top_p
+    repetition_penalty = fields.repetition_penalty
     return SamplingParams(
-        temperature=_or(fields.temperature, _or(temperature, 1.0)),
-        top_p=_or(fields.top_p, _or(top_p, 1.0)),
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
         top_k=max(fields.top_k or 0, 0),
         min_p=fields.min_p or 0.0,
         seed=fields.seed,
@@ -274,7 +286,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
-        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=tuple(logit_bias.items()),
@@ -309,10 +321,6 @@ def _parsing_options(ask: Ask) -> ParsingOptions:
     if ask.starts_in_content and ask.thought.on:
         options.thinking_initial_stage = ThinkingInitialStage.ContentContinuation
     return options
-
-
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
 
 
 _STRICT_SCHEMA_ERRORS = ("required properties", "additionalproperties", "object with no properties")

@@ -6,6 +6,7 @@ Owns time limits, and what makes an answer a stream. Knows nothing of sockets or
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -101,19 +102,36 @@ class Connection:
 
         Raises what `failure_of` makes of an answer other than 200, and UpstreamFailed for one that is no stream.
         """
-        response = await self._send(path, body, watch)
-        if response.status != 200 or response.content_type != "text/event-stream":
-            with closing(response):
-                raise await self._refusal(response, request)
+        is_stream = False
+
+        def begin(response: Response) -> bool:
+            # Both engines send the head at once, and the first tokens when they have them: who waits for those is
+            # woken for those.
+            nonlocal is_stream
+            is_stream = response.status == 200 and response.content_type == "text/event-stream"
+            if is_stream:
+                watch.start(response.fail)
+            return is_stream
+
+        try:
+            response = await self._send(path, body, watch, begin)
+            if not is_stream:
+                with closing(response):
+                    raise await self._refusal(response, request)
+        except BaseException:
+            watch.stop()
+            raise
         return EventStream(response, watch, self.url)
 
-    async def _send(self, path: str, body: bytes, watch: SilenceWatch) -> Response:
+    async def _send(
+        self, path: str, body: bytes, watch: SilenceWatch, on_head: Callable[[Response], bool]
+    ) -> Response:
         limit_s = self._options.answer_s
         rest_s = watch.rest_s
         if rest_s is not None:
             limit_s = min(limit_s, rest_s)
         try:
-            return await self._live.request("POST", path, body, timeout_s=limit_s)
+            return await self._live.request("POST", path, body, timeout_s=limit_s, on_head=on_head)
         except TimeoutError as error:
             if limit_s == rest_s:
                 raise EngineError("the deadline passed before the engine answered") from error
@@ -144,14 +162,16 @@ class Connection:
 
 
 class EventStream:
-    """The events of one answer. Closed early, it closes the connection: so both engines learn that nobody listens."""
+    """The events of one answer, which `watch` watches already.
+
+    Closed early, it closes the connection: so both engines learn that nobody listens.
+    """
 
     def __init__(self, response: Response, watch: SilenceWatch, url: str) -> None:
         self._response = response
         self._watch = watch
         self._url = url
         self._splitter = EventSplitter()
-        watch.start(response.fail)
 
     async def next(self) -> list[bytes]:
         """Return the payloads of the events that have come together since, none at the end.

@@ -92,12 +92,17 @@ def failure_of(
     return UpstreamFailed(f"{url} answered {status}: {said}")
 
 
+ERROR_SIGN = b'"error"'
+MAX_ERROR_SIGN_BYTES = 64
+
+
 def failure_in_stream(
     payload: bytes, url: str, request: GenerateRequest
 ) -> EngineError | RequestError | None:
-    """Return the exception that an event stands for, None when it is no error. Both engines send `{"error": ...}`."""
-    if b'"error"' not in payload[:64]:
-        return None
+    """Return the exception that an event stands for, None when it is no error. Both engines send `{"error": ...}`.
+
+    Whoever reads every event asks first whether ERROR_SIGN is within MAX_ERROR_SIGN_BYTES.
+    """
     error = _error_object(payload)
     if not error.message and error.code is None:
         return None
@@ -178,6 +183,8 @@ def _param(theirs: object, said: str, request: GenerateRequest) -> str | None:
 
 __all__ = [
     "DEFAULT_RETRY_AFTER_S",
+    "ERROR_SIGN",
+    "MAX_ERROR_SIGN_BYTES",
     "UpstreamBusy",
     "UpstreamFailed",
     "UpstreamLost",

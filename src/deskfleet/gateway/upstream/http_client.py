@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from socket import SOCK_STREAM, gaierror
 from typing import cast
@@ -45,14 +45,24 @@ class Response:
         "_failure",
         "_loop",
         "_loss",
+        "_on_head",
+        "_timer",
         "_waiter",
+        "_waits_for_body",
         "headers",
         "is_whole",
         "parts",
         "status",
     )
 
-    def __init__(self, connection: _Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        connection: _Connection,
+        loop: asyncio.AbstractEventLoop,
+        on_head: Callable[[Response], bool] | None = None,
+    ) -> None:
+        """`on_head` is told that the head is there, and says whether whoever waits for it would rather have something
+        of the body as well: one waking less."""
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.is_whole = False
@@ -62,16 +72,39 @@ class Response:
         self._loss: UpstreamFailed | None = None  # how the connection ended, told once `parts` are read
         self._failure: Exception | None = None  # why the reader must stop, told at once
         self._waiter: asyncio.Future[None] | None = None
+        self._on_head = on_head
+        self._waits_for_body = False
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def content_type(self) -> str:
         """The media type without parameters, empty where the server does not say."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
-    async def head(self) -> None:
-        """Wait for the status and the headers. Raises UpstreamLost when the connection ends before them."""
-        while not self.status:
-            await self._wait()
+    async def head(self, until_s: float) -> None:
+        """Wait for the status and the headers, which must be there at `until_s` of the loop's clock.
+
+        Raises UpstreamLost when the connection ends before them, TimeoutError.
+        """
+        self._timer = self._loop.call_at(until_s, self.fail, TimeoutError())
+        try:
+            while not self.status or not self.has_what_is_wanted:
+                await self._wait()
+        finally:
+            self._timer.cancel()
+
+    @property
+    def has_what_is_wanted(self) -> bool:
+        """Whether there is anything for whoever waits."""
+        return not self._waits_for_body or bool(self.parts) or self.is_whole
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """The head is there: called by the connection."""
+        self.status, self.headers = status, headers
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._on_head is not None:
+            self._waits_for_body = self._on_head(self)
 
     async def read(self) -> bytes:
         """Return what has come of the body, at least a byte; nothing at its end.
@@ -132,10 +165,11 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._url = client.url
         self._transport: asyncio.Transport | None = None
+        self._said: dict[bytes, bytes] = {}  # the fields of the head that comes now
+        self.on_header = self._said.__setitem__  # the parser's, for every field
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._response: Response | None = None  # None between answers
         self._parts: list[bytes] = []  # the response's
-        self._headers: dict[str, str] = {}
         self._held_bytes = self._other_bytes = 0
         self._is_interim = self._is_paused = False
         self._goes_on = self._ends_with_connection = False
@@ -145,10 +179,13 @@ class _Connection(asyncio.Protocol):
         """Whether a request may be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes | None) -> Response:
+    def send(
+        self, head: bytes, body: bytes | None, on_head: Callable[[Response], bool] | None = None
+    ) -> Response:
         """Send a request and return its answer, of which nothing has come yet."""
-        response = self._response = Response(self, self._loop)
-        self._parts, self._headers = response.parts, {}
+        response = self._response = Response(self, self._loop, on_head)
+        self._parts = response.parts
+        self._said.clear()
         self._held_bytes = self._other_bytes = 0
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -202,7 +239,8 @@ class _Connection(asyncio.Protocol):
             elif self._held_bytes > _MAX_HELD_BYTES and self._transport is not None:
                 self._is_paused = True
                 self._transport.pause_reading()
-        response.wake()
+        if response.has_what_is_wanted:
+            response.wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = self._parser = None  # the parser holds methods of ours: no cycle stays
@@ -245,9 +283,6 @@ class _Connection(asyncio.Protocol):
         if self._response is None or self._response.is_whole:
             raise ValueError("an answer that nobody asked for")  # the parser makes an error of its own of it
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
     def on_headers_complete(self) -> None:
         parser, response = self._parser, self._response
         if parser is None or response is None:
@@ -255,14 +290,16 @@ class _Connection(asyncio.Protocol):
         status = parser.get_status_code()
         self._is_interim = status < 200
         if self._is_interim:
-            self._headers = {}
+            self._said.clear()
             return
-        headers = response.headers = self._headers
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._said.items()
+        }
         self._goes_on = parser.should_keep_alive()
         self._ends_with_connection = (
             "content-length" not in headers and "chunked" not in headers.get("transfer-encoding", "").lower()
         )
-        response.status = status
+        response.begin(status, headers)
 
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)
@@ -291,6 +328,7 @@ class HttpClient:
         self._path = quote(parts.path, safe="/%:@!$&'()*+,;=~").encode()
         lines = {"Host": _host_field(self._host, parts.port), "Accept": "*/*"} | dict(headers)
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("ascii")
+        self._heads: dict[tuple[str, str], bytes] = {}  # of each thing that is asked: few
         self._addresses: list[str] = []
         self._resolved_s = float("-inf")
         self._idle: list[_Connection] = []  # the latest used last
@@ -298,8 +336,16 @@ class HttpClient:
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def request(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> Response:
-        """Send a request and return its answer once the head is there.
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        timeout_s: float,
+        on_head: Callable[[Response], bool] | None = None,
+    ) -> Response:
+        """Send a request and return its answer once the head is there, or as much as `on_head` wants (see Response).
 
         Raises UpstreamUnreachable, UpstreamLost, UpstreamFailed for what is no HTTP, TimeoutError.
         """
@@ -310,18 +356,14 @@ class HttpClient:
                 connection = await self._connect()
             if self._is_closed:
                 connection.end()
-        length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
-        head = b"%b %b%b HTTP/1.1\r\n%b%b\r\n" % (
-            method.encode(),
-            self._path,
-            path.encode(),
-            self._head,
-            length,
-        )
-        response = connection.send(head, body)
-        timer = self._loop.call_at(until_s, response.fail, TimeoutError())
+        head = self._heads.get((method, path))
+        if head is None:
+            line = b"%b %b%b HTTP/1.1\r\n" % (method.encode(), self._path, path.encode())
+            head = self._heads[method, path] = line + self._head
+        end = b"\r\n" if body is None else b"Content-Length: %d\r\n\r\n" % len(body)
+        response = connection.send(head + end, body, on_head)
         try:
-            await response.head()
+            await response.head(until_s)
             if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
                 raise UpstreamFailed(
                     f"{self.url} answers in Content-Encoding {encoding}, though none was asked for"
@@ -329,8 +371,6 @@ class HttpClient:
         except BaseException:
             response.close()
             raise
-        finally:
-            timer.cancel()
         return response
 
     async def close(self) -> None:

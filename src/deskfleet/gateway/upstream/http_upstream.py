@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
-from contextlib import aclosing, closing
-from dataclasses import dataclass, replace
+from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import ClassVar, Protocol, Self
 
@@ -20,11 +20,17 @@ from deskfleet.endpoint import EngineStats, GenerateRequest, SamplingParams, Tok
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError, PromptTooLong, RequestError
 from deskfleet.gateway.engram_rows import RankRows
 from deskfleet.gateway.upstream.connection import Connection
-from deskfleet.gateway.upstream.failures import UpstreamFailed, failure_in_stream, shorten
+from deskfleet.gateway.upstream.failures import (
+    ERROR_SIGN,
+    MAX_ERROR_SIGN_BYTES,
+    UpstreamFailed,
+    failure_in_stream,
+    shorten,
+)
 from deskfleet.gateway.upstream.introduction import check_tokenizer
 from deskfleet.gateway.upstream.options import UpstreamOptions
 from deskfleet.gateway.upstream.silence import Pulse, SilenceWatch
-from deskfleet.gateway.upstream.thoughts import Answer, Part, needs_parts
+from deskfleet.gateway.upstream.thoughts import Answer, needs_parts
 from deskfleet.gateway.upstream.vocabulary import Vocabulary
 
 _DONE = b"[DONE]"
@@ -32,8 +38,7 @@ _KEPT_SINGLE = 3
 _AFTER_END_S = 1.0  # from the end of an answer to that of its stream
 
 
-@dataclass(frozen=True, slots=True)
-class WireRequest:
+class WireRequest(msgspec.Struct, frozen=True):
     """What is sent for one part: where, and the JSON body."""
 
     path: str
@@ -123,7 +128,10 @@ class HttpUpstream(ABC):
         """Yield the tokens of one request as they come (see TokenEngine.generate)."""
         self._check_prompt(request)
         self._check(request)
-        answer = Answer(request, self.vocabulary) if needs_parts(request, self.vocabulary) else None
+        params = request.sampling
+        answer = None
+        if params.constraint is not None or params.thinking_budget is not None:  # of few
+            answer = Answer(request, self.vocabulary) if needs_parts(request, self.vocabulary) else None
         deadline_s = None
         if request.timeout_s is not None:
             deadline_s = asyncio.get_running_loop().time() + request.timeout_s
@@ -132,15 +140,17 @@ class HttpUpstream(ABC):
         ended = False
         try:
             if answer is None:
-                chunks = self._stream(Part(request), deadline_s)
+                chunks = self._stream(request, deadline_s)
             else:
                 chunks = self._stream_parts(answer, deadline_s)
-            async with aclosing(chunks):
+            try:
                 async for chunk in chunks:
                     self._num_chunks += 1
                     self._num_generated_tokens += len(chunk.token_ids)
                     ended = chunk.finish_reason is not None
                     yield chunk
+            finally:
+                await chunks.aclose()
         except (EngineError, RequestError):
             ended = True
             raise
@@ -221,7 +231,7 @@ class HttpUpstream(ABC):
         limit_s = patient.stall_s + patient.silence_s + 2 * patient.look_s
         deadline_s = asyncio.get_running_loop().time() + limit_s
         try:
-            async with aclosing(self._stream(Part(request), deadline_s, patient)) as chunks:
+            async with aclosing(self._stream(request, deadline_s, patient)) as chunks:
                 count = sum([len(chunk.token_ids) async for chunk in chunks])
         except RequestError as error:
             raise UpstreamFailed(f"{self.url} refused a request for one token: {error.message}") from error
@@ -242,7 +252,7 @@ class HttpUpstream(ABC):
         while not ended:
             part = answer.next_part()
             said: TokenChunk | None = None
-            async with aclosing(self._stream(part, deadline_s)) as chunks:
+            async with aclosing(self._stream(part.request, deadline_s)) as chunks:
                 async for chunk in chunks:
                     said = answer.add(part, chunk)
                     if num_prompt_tokens is None:
@@ -263,13 +273,12 @@ class HttpUpstream(ABC):
                 num_drafted, num_accepted = num_drafted + said.num_drafted, num_accepted + said.num_accepted
 
     async def _stream(
-        self, part: Part, deadline_s: float | None, options: UpstreamOptions | None = None
+        self, request: GenerateRequest, deadline_s: float | None, options: UpstreamOptions | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield what the engine says to one request, its last chunk once the stream has ended.
 
         `options` in place of the upstream's own say how long it may be silent.
         """
-        request = part.request
         wire, reader = self._wire(request), self._reader(request)
         watch = SilenceWatch(self.url, self._pulse, options or self.options, self._longest_prompt, deadline_s)
         last: TokenChunk | None = None
@@ -278,7 +287,7 @@ class HttpUpstream(ABC):
         finished = False
         try:
             events = await self.connection.events(wire.path, wire.body, request, watch)
-            with closing(events):
+            try:
                 while payloads := await events.next():
                     num_events += len(payloads)
                     chunks, failure = self._read(payloads, reader, request)
@@ -296,6 +305,8 @@ class HttpUpstream(ABC):
                                 watch.limit(_AFTER_END_S)
                     if failure is not None:
                         raise failure
+            finally:
+                events.close()
             if last is None:
                 raise self._broken_off(num_events, num_tokens)
         except RequestError:
@@ -323,9 +334,10 @@ class HttpUpstream(ABC):
             if payload == _DONE:
                 continue
             try:
-                failure = failure_in_stream(payload, self.url, request)
-                if failure is not None:
-                    break
+                if ERROR_SIGN in payload[:MAX_ERROR_SIGN_BYTES]:
+                    failure = failure_in_stream(payload, self.url, request)
+                    if failure is not None:
+                        break
                 chunk = reader.push(payload)
                 if chunk is not None:
                     self._check_ids(chunk)

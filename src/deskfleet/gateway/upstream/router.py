@@ -12,10 +12,11 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Self
+
+from msgspec import Struct
 
 from deskfleet.endpoint import EngineStats, GenerateRequest, TokenChunk
 from deskfleet.errors import ConfigError, DeskfleetError, EngineError, RequestError
@@ -131,8 +132,9 @@ class Router:
     @property
     def failure(self) -> str | None:
         """None while any replica may answer. Unlike an engine's, it becomes None again when one comes back."""
-        if any(replica.breaker.state == "closed" for replica in self._replicas):
-            return None
+        for replica in self._replicas:
+            if replica.breaker.state == "closed":
+                return None
         reasons = dict.fromkeys(replica.breaker.reason or "not tried yet" for replica in self._replicas)
         return "; ".join(reasons)
 
@@ -151,20 +153,23 @@ class Router:
 
         Raises UpstreamBusy when no replica takes more requests, and otherwise what the last replica said.
         """
-        course = _Course(request, self._keys(request))
         loop = asyncio.get_running_loop()
+        course = _Course(request, self._keys(request), loop.time())
         while True:
             index = self._choose(course)
             replica = self._begin(index, course)
             has_begun = False
+            chunks = replica.upstream.generate(course.remaining())
             try:
-                async with aclosing(replica.upstream.generate(course.remaining())) as chunks:
+                try:
                     async for chunk in chunks:
                         has_begun = True
                         if replica.breaker.reason is not None:
                             replica.breaker.succeed()
                         replica.last_token_s = loop.time()
                         yield chunk
+                finally:
+                    await chunks.aclose()
                 return
             except UpstreamFailed as error:
                 replica.num_failures += 1
@@ -336,17 +341,16 @@ class Router:
         logger.warning("%s answers again", replica.upstream.url)
 
 
-@dataclass(slots=True)
-class _Course:
+class _Course(Struct):
     """Where one request has been sent and what came of it."""
 
     request: GenerateRequest
     keys: list[int]
-    tried: set[int] = field(default_factory=set)
+    _started_s: float
+    tried: set[int] = set()  # of its own, as msgspec has it
     again: int | None = None
-    _failures: list[UpstreamBusy | UpstreamFailed] = field(default_factory=list)
+    _failures: list[UpstreamBusy | UpstreamFailed] = []
     _num_pauses: int = 0
-    _started_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def note(self, index: int, failure: UpstreamBusy | UpstreamFailed) -> None:
         """Replica `index` has failed before the first token."""
