@@ -59,8 +59,8 @@ def render_gpu(file_name: str, result: GpuResult) -> str:
 
 
 def _step_rows(result: GpuResult) -> list[str]:
-    """A step's milliseconds by batch size and by kind of kernel. Kernels beside each other, and one that has begun and waits
-    for the one before it, count twice."""
+    """A step's milliseconds by batch size and by kind of kernel. Kernels beside each other, and one that has begun
+    and waits for the one before it, count twice."""
     kinds = sorted({kind for sample in result.samples for kind in sample["kernel_ms"]}, key=_by_time(result))
     lines = [
         f"| step | ms: median [p10-p90] | kernels | memory | {' | '.join(kinds)} |",
