@@ -537,7 +537,7 @@ def test_planned_steps_of_the_published_model(
     nothing: Any = torch.empty(0, device="meta")
     width, stages = config.hidden_size, config.draft_layers
     drafts: Any = SimpleNamespace(
-        layers=[SimpleNamespace(plan=stage) for stage in stages],
+        layers=[SimpleNamespace(plan=stage, num_extra=0) for stage in stages],
         norm=nothing,
         main_proj=Fp8Tiles(nothing, nothing, width, len(config.dspark_target_layer_ids) * width),
         main_kv=Fp8Tiles(nothing, nothing, len(stages) * config.head_dim, width),
@@ -546,7 +546,10 @@ def test_planned_steps_of_the_published_model(
     group = HostGroup(Alone(0, 4), "meta")
     group.reserve(max(*prefill_sizes(max_step_tokens, max_model_len), 64) * width)
 
-    layers: Any = [SimpleNamespace(num_extra=most_extra, plan=SimpleNamespace(starts_decoder=True))]
+    of_decoder = SimpleNamespace(starts_decoder=True)
+    layers: Any = [
+        SimpleNamespace(num_extra=extra, plan=of_decoder) for extra in (most_extra, config.index_n_heads, 0)
+    ]
     parts = RankShape(plan, 0), layers, nothing, nothing, nothing, pages
 
     def make(size: int, long: bool, device: torch.device | str) -> tuple[object, ...]:

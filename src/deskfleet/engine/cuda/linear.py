@@ -24,6 +24,7 @@ from deskfleet.engine.cuda.tiles import (
     sum_of_splits,
     to_bf16,
 )
+from deskfleet.errors import EngineError
 
 BF16_TILE_ROWS = 64
 BF16_BLOCK_COLUMNS = 64
@@ -246,9 +247,14 @@ def groups_of(rows: int) -> int:
     return 2 if rows == 8 else 1
 
 
+def row_blocks(num_rows: int) -> int:
+    """Blocks of `block_rows` that so many rows are."""
+    return -(-num_rows // block_rows(num_rows))
+
+
 def padded_rows(num_rows: int) -> int:
-    """Rows that the blocks of `block_rows` cover."""
-    return -(-num_rows // block_rows(num_rows)) * block_rows(num_rows)
+    """Rows that those cover."""
+    return row_blocks(num_rows) * block_rows(num_rows)
 
 
 def num_splits(num_tiles: int, num_blocks: int, num_rows: int) -> int:
@@ -257,10 +263,10 @@ def num_splits(num_tiles: int, num_blocks: int, num_rows: int) -> int:
     A few more programs than processors still pay while the parts are of 16 rows, not when they are larger (measured on
     an H200: decision 0021).
     """
-    row_blocks = -(-num_rows // block_rows(num_rows))
-    most = 160 if row_blocks == 1 else NUM_PROCESSORS
+    blocks = row_blocks(num_rows)
+    most = 160 if blocks == 1 else NUM_PROCESSORS
     splits = 1
-    while num_tiles * row_blocks * 2 * splits <= most and num_blocks // (2 * splits) >= 2:
+    while num_tiles * blocks * 2 * splits <= most and num_blocks // (2 * splits) >= 2:
         splits *= 2
     return splits
 
@@ -271,6 +277,17 @@ class SplitBuffers:
     def __init__(self, num_floats: int, num_places: int, device: torch.device | str) -> None:
         self.partials = torch.zeros(num_floats, device=device)
         self.counters = torch.zeros(num_places, dtype=torch.int32, device=device)
+
+    def check(self, splits: int, num_places: int, num_floats: int) -> None:
+        """Raise EngineError when `num_places` sums of `num_floats` in so many parts do not fit."""
+        if splits > 1 and (
+            splits * num_places * num_floats > len(self.partials) or num_places > len(self.counters)
+        ):
+            raise EngineError(
+                f"{splits} parts of {num_places} sums of {num_floats} numbers do not fit the workspace of "
+                f"{len(self.partials)} numbers and {len(self.counters)} counters",
+                hint="step._most_partials must count this product",
+            )
 
     def parts(self, splits: int, num_rows: int, num_outputs: int) -> Tensor:
         """float32 [splits, T, N] of it."""
@@ -307,8 +324,10 @@ def fp8_linear(
     output = "bf16" if out_scales is None else "fp8"
     if unsummed and splits > 1:
         out, output = work.parts(splits, num_rows, weight.num_rows), "parts"
+    else:
+        work.check(splits, tiles * row_blocks(num_rows), TILE_ROWS * block_rows(num_rows))
     cos, sin = rope if rope is not None else (work.partials, work.partials)
-    fp8_kernel[(tiles * splits, triton.cdiv(num_rows, block_rows(num_rows)))](
+    fp8_kernel[(tiles * splits, row_blocks(num_rows))](
         x,
         x_scales,
         weight.codes,
@@ -353,7 +372,8 @@ def grouped_linear(
         products.grouped_linear(x, weight, out, out_scales, groups=groups)
         return
     tiles = weight.num_rows // TILE_ROWS
-    wide_kernel[(tiles * splits, triton.cdiv(len(x), block_rows(len(x))))](
+    work.check(splits, tiles * row_blocks(len(x)), TILE_ROWS * block_rows(len(x)))
+    wide_kernel[(tiles * splits, row_blocks(len(x)))](
         x,
         weight.codes,
         weight.scales,
@@ -390,7 +410,8 @@ def bf16_linear(
         products.bf16_linear(x, weight, out)
         return
     tiles, blocks = weight.shape[:2]
-    bf16_kernel[(tiles * splits, triton.cdiv(len(x), block_rows(len(x))))](
+    work.check(splits, tiles * row_blocks(len(x)), BF16_TILE_ROWS * block_rows(len(x)))
+    bf16_kernel[(tiles * splits, row_blocks(len(x)))](
         x,
         weight,
         out,
@@ -455,6 +476,7 @@ __all__ = [
     "padded_rows",
     "rotated",
     "rotation",
+    "row_blocks",
     "store_part",
     "store_tile",
     "summed",
