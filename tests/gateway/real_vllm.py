@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -52,9 +53,10 @@ class RealVllm:
     process: psutil.Process
     log: Path
 
-    @property
+    @cached_property
     def engine_processes(self) -> list[psutil.Process]:
-        """The engine's core and its workers: everything but the HTTP server."""
+        """The engine's core and its workers: everything but the HTTP server. Looked for once, so that whoever stops
+        them need not: a thousand tokens take the engine a second."""
         return self.process.children(recursive=True)
 
     def freeze(self) -> None:

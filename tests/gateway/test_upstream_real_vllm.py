@@ -218,6 +218,7 @@ async def test_leaving_cancels_in_real_vllm(vllm: RealVllm) -> None:
 
 async def test_a_frozen_engine_is_told_of_within_thirty_seconds(vllm: RealVllm) -> None:
     """SIGSTOP to the engine, with the defaults' patience: HTTP goes on answering, the client does not wait for ever."""
+    assert vllm.engine_processes
     async with VllmUpstream(vllm.url, VOCABULARY) as engine:
         chunks = engine.generate(asking("frozen", PROMPT, max_tokens=1000, ignore_eos=True))
         for _ in range(3):
