@@ -58,12 +58,6 @@ DEVICE u32 bf16x2_of_floats(float high, float low) {
     return out;
 }
 
-DEVICE u32 f16x2_mul(u32 a, u32 b) {
-    u32 out;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-
 DEVICE u32 bf16x2_mul(u32 a, u32 b) {
     u32 out;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -204,7 +198,6 @@ DEVICE void end_products(float (&)[COUNT_][EACH]) {}
 #endif
 
 DEVICE float fast_exp(float x) { return __expf(x); }
-DEVICE float fast_log(float x) { return __logf(x); }
 DEVICE float fast_rsqrt(float x) { return rsqrtf(x); }
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_u32(float value) { return __float_as_uint(value); }

@@ -513,7 +513,6 @@ DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 DEVICE float __expf(float x) { return expf(x); }
 DEVICE float __logf(float x) { return logf(x); }
 DEVICE float fast_exp(float x) { return expf(x); }
-DEVICE float fast_log(float x) { return logf(x); }
 DEVICE float fast_rsqrt(float x) { return rsqrtf(x); }
 
 namespace emulator {
@@ -648,10 +647,6 @@ DEVICE u32 f16x2_of_e4m3x2(u16 codes) {
 }
 DEVICE u16 e4m3x2_of_floats(float high, float low) { return emulator::to_e4m3(high) << 8 | emulator::to_e4m3(low); }
 DEVICE u32 bf16x2_of_floats(float high, float low) { return emulator::to_bf16(high) << 16 | emulator::to_bf16(low); }
-DEVICE u32 f16x2_mul(u32 a, u32 b) {
-    using namespace emulator;
-    return to_f16(of_f16(a >> 16) * of_f16(b >> 16)) << 16 | to_f16(of_f16(a & 0xffff) * of_f16(b & 0xffff));
-}
 DEVICE u32 bf16x2_mul(u32 a, u32 b) {
     using namespace emulator;
     return to_bf16(of_bf16(a >> 16) * of_bf16(b >> 16)) << 16 | to_bf16(of_bf16(a & 0xffff) * of_bf16(b & 0xffff));
