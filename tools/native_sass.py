@@ -25,13 +25,14 @@ from triton.runtime.jit import JITFunction
 from triton_sass import INTEGER, longest_loop, opcode, tool
 
 from deskfleet.engine.cuda import linear, native, synthetic
-from deskfleet.engine.cuda.native import compiler, source
+from deskfleet.engine.cuda.native import compiler, grouped, products, source
 from deskfleet.engine.cuda.native.arguments import extent
 from deskfleet.engine.cuda.step import DecodeStep, make_pages
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.published import published_config_dict
 
+PROCESSORS = 132  # of an H200
 # Of a processor of sm_90.
 REGISTERS, SHARED_BYTES, THREADS, RESERVED_BYTES = 65536, 228 << 10, 2048, 1 << 10
 
@@ -72,6 +73,7 @@ def variants(rows: list[int]) -> list[Variant]:
     """What steps of so many rows launch, each once."""
     recorder = Recorder()
     native.kernel = native.emulated = recorder
+    products.num_processors = lambda device: PROCESSORS
     config, device = ModelConfig.from_dict(published_config_dict()), torch.device("meta")
     synthetic.random_bytes = lambda shape, seed, device: torch.empty(shape, dtype=torch.uint8, device=device)
     JITFunction.__getitem__ = lambda kernel, grid: lambda *arguments, **options: None
@@ -85,6 +87,13 @@ def variants(rows: list[int]) -> list[Variant]:
         DecodeStep(
             shape, layers, embedding, head, norm, pages, num_rows=num_rows, device=device, bit_ops=False
         ).run()
+    ints = torch.empty(1, 1, dtype=torch.int32, device=device)
+    work, c = grouped.Items(ints, ints, ints), config
+    for cut in (grouped.Cut(96, 3), grouped.Cut(128, 2)):  # of chunks of prompts
+        grouped.grouped_up(
+            embedding, layers[0].w13, work, ints, embedding, cut, num_chosen=c.num_experts_per_tok, limit=1.0
+        )
+        grouped.grouped_down(embedding, layers[0].w2, work, embedding, cut)
     return list(recorder.variants.values())
 
 

@@ -34,6 +34,7 @@ from deskfleet.engine.cuda import (
     hyper,
     indexer,
     linear,
+    prefill_linear,
     routing,
     synthetic,
     topk,
@@ -147,7 +148,15 @@ def cases() -> list[Case]:
             FP8,
         )
     )
-    return found + linear_cases() + stream_cases() + attention_cases() + cache_cases() + draft_cases()
+    return (
+        found
+        + linear_cases()
+        + stream_cases()
+        + attention_cases()
+        + cache_cases()
+        + chunk_cases()
+        + draft_cases()
+    )
 
 
 _LINEAR = {
@@ -420,6 +429,31 @@ def cache_cases() -> list[Case]:
             {**types, "projected": "*bf16"},
             {"M": 5120, "BLOCK": 1024, "EPS": 1e-20, "BIT_OPS": False},
         ),
+    ]
+
+
+def chunk_cases() -> list[Case]:
+    """What stands around the products of many rows."""
+    types = {"x": "*bf16", "out": "*bf16", "codes": "*fp8e4nv", "num_rows": "i32", "limit": "fp32"}
+    types |= {"num_units": "i32", "first_tile": "i32", "num_heads": "i32", "cos": "*fp32", "sin": "*fp32"}
+    words = {**types, "scales": "*i32"}
+    plain = {**types, "weight": "*bf16", "out": "*fp32"}
+    sizes = {"K": 5120, "N": 384, "BM": 128, "STAGES": 4, "BIT_OPS": False}
+    turned = {"HEADS": 16, "D": 512, "ROPE": 64, "N": 32, "BIT_OPS": False}
+    gated = {"F": 576, "BM": 32, "BIT_OPS": False}
+    return [
+        Case("rows", prefill_linear.rows_kernel, {**types, "scales": "*u8"}, {"K": 5120, "UNITS": 32}),
+        Case("weights", prefill_linear.weights_kernel, words, {"K": 5120, "IS_PAIRED": False}, warps=8),
+        Case(
+            "paired weights",
+            prefill_linear.weights_kernel,
+            {**words, "codes": "*i16"},
+            {"K": 4096, "IS_PAIRED": True},
+            warps=8,
+        ),
+        Case("turn", prefill_linear.turn_kernel, types, turned),
+        Case("swiglu", prefill_linear.swiglu_kernel, types, gated),
+        Case("router of a chunk", prefill_linear.plain_kernel, plain, {**sizes, "BN": 128}, warps=8),
     ]
 
 

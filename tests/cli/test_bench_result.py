@@ -119,14 +119,19 @@ def test_bench_refuses(call: Callable[..., Done], flags: tuple[str, ...], messag
 
 def test_bench_engine(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    flags = ("--tp", "1", "--batch", "1,2", "--tokens", "6", "--rounds", "1", "--prompt-tokens", "4")
-    done = deskfleet("bench", "engine", CHECKPOINT, *flags, "--out", out, "--json")
+    # So many tokens that two streams overlap also when the bench is preempted between its two requests, while the
+    # engine goes on with the first: it refuses to time streams that never decoded together.
+    num_tokens = 30
+    flags = ("--tp", "1", "--batch", "1,2", "--rounds", "1", "--prompt-tokens", "4")
+    done = deskfleet(
+        "bench", "engine", CHECKPOINT, *flags, "--tokens", str(num_tokens), "--out", out, "--json"
+    )
     assert done.code == 0, done.err
     kept = Result.read(out)
     assert msgspec.convert(done.object, Result) == kept
     assert [(s.batch, s.round) for s in kept.warm_up] == [(1, 0), (2, 0)]
     assert [(s.batch, s.round) for s in kept.samples] == [(1, 1), (2, 1)]
-    assert kept.samples[0].num_tokens == 5
+    assert kept.samples[0].num_tokens == num_tokens - 1
     for taken in kept.samples:
         assert taken.aggregate_tok_s == pytest.approx(sum(taken.stream_tok_s))
     assert kept.provenance.command.startswith("deskfleet bench engine ")

@@ -62,6 +62,7 @@ from deskfleet.selfcheck import (
 )
 from deskfleet.testing.tiny import TinySizes, make_tiny
 from tests.engine import lockstep
+from tests.engine.cores import on_logits
 from tests.engine.golden import measured
 from tests.engine.lockstep import Lockstep, ThreadCommunicator
 
@@ -263,14 +264,12 @@ def goes_on_without_its_window(engine: LocalEngine) -> None:
 
 def salad_on_a_hit(engine: LocalEngine) -> None:
     """Whoever continues a known prefix gets logits that have nothing to do with it."""
-    lead = engine.core._runner.lead
 
-    def mixed(*arguments: Any) -> Any:
-        logits = lead(*arguments)
+    def mixed(logits: Any, *_: Any) -> Any:
         is_hit = any(request.num_cached_tokens for request in engine.core.scheduler.running)
         return logits.roll(1, -1) if is_hit else logits
 
-    engine.patch.setattr(engine.core._runner, "lead", mixed)
+    engine.patch.setattr(engine.core._runner, "lead", on_logits(engine.core._runner.lead, mixed))
 
 
 def replays_too_little(engine: LocalEngine) -> None:
@@ -303,14 +302,12 @@ def resumes_without_output(engine: LocalEngine) -> None:
 
 def drifts(engine: LocalEngine) -> None:
     """Logits depend on how long the engine has been up."""
-    lead = engine.core._runner.lead
 
-    def drifting(*arguments: Any) -> Any:
-        logits = lead(*arguments).clone()
+    def drifting(logits: Any, *_: Any) -> Any:
         logits[:, 7] += 1e-3 * engine.core._runner.progress.num_passes
         return logits
 
-    engine.patch.setattr(engine.core._runner, "lead", drifting)
+    engine.patch.setattr(engine.core._runner, "lead", on_logits(engine.core._runner.lead, drifting))
 
 
 FAULTS: list[tuple[Fault, set[str], set[str]]] = [

@@ -12,6 +12,7 @@ from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.messages import AddRequest, RequestOutput
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.speculate import SpeculationOptions
+from deskfleet.engine.wanted import Outcome, outcome_of
 from deskfleet.model.layout import Layout, ShardPlan
 from tests.engine.golden import checkpoint, plain_limits, token_map
 
@@ -49,6 +50,19 @@ def core_over(
     narrowed = Narrowed(runner, replace(runner.limits, **(limits or {})))
     parsed = SpeculationOptions.parse(speculation, runner.config.dspark_block_size)
     return EngineCore(narrowed, token_map(), CoreOptions(speculation=parsed, **options))  # type: ignore[arg-type]
+
+
+def on_logits(lead: Callable[..., Outcome], change: Callable[..., Any]) -> Callable[..., Outcome]:
+    """`lead` of a runner, whose rows go through `change(logits, segments, rows)` before anything is chosen of them."""
+
+    def changed(
+        segments: Any, logit_rows: Any, image_rows: Any = None, updates: Any = (), choices: Any = ()
+    ) -> Outcome:
+        rows = [*logit_rows, *(choice.row for choice in choices)]
+        logits = lead(segments, rows, image_rows, updates).logits.clone()
+        return outcome_of(change(logits, segments, rows), choices)
+
+    return changed
 
 
 def adding(name: str, ids: Sequence[int], sampling: SamplingParams, **more: Any) -> AddRequest:

@@ -18,6 +18,7 @@ from deskfleet.engine.messages import DraftRequest
 from deskfleet.engine.model.draft import Anchor, Proposal
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.speculate import Coins, draft_choice
+from deskfleet.engine.wanted import Choice, Outcome, outcome_of
 from tests.engine.golden import give_every_slot_its_blocks, token_map
 
 Tokens = tuple[int, ...]
@@ -52,7 +53,8 @@ class MemoRunner:
         logit_rows: Sequence[int],
         image_rows: torch.Tensor | None = None,
         updates: Sequence[Any] = (),
-    ) -> torch.Tensor:
+        choices: Sequence[Choice] = (),
+    ) -> Outcome:
         """As ModelRunner.lead, for text."""
         keys = []
         for segment in segments:
@@ -61,7 +63,8 @@ class MemoRunner:
             self._held[segment.slot] = before + rows
             keys.append((before, rows))
         self._run(dict.fromkeys(key for key in keys if key not in self._logits))
-        return torch.cat([self._logits[key] for key in keys])[list(logit_rows)]
+        rows = [*logit_rows, *(choice.row for choice in choices)]
+        return outcome_of(torch.cat([self._logits[key] for key in keys])[rows], choices)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """As ModelRunner.propose, up to `depth`."""
@@ -100,7 +103,7 @@ class MemoRunner:
             self._read([before for before, _ in some])
             segments = [text_segment(slot, before, rows) for slot, (before, rows) in enumerate(some)]
             sizes = [len(rows) for _, rows in some]
-            logits = self._runner.lead(segments, range(sum(sizes)))
+            logits = self._runner.lead(segments, range(sum(sizes))).logits
             self._logits |= zip(some, logits.clone().split(sizes), strict=True)
             self.num_forwards += 1
 

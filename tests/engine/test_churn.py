@@ -28,6 +28,7 @@ from tests.engine.cores import (
     collect,
     core_over,
     load_runner,
+    on_logits,
     run_all,
     run_alone,
 )
@@ -260,18 +261,17 @@ def test_a_planted_nan_fails_its_request_and_no_other(runner, alone) -> None:
     core = core_over(runner, "5")
     victim = "r5"
 
-    def poisoned(segments, logit_rows, *arguments):
-        logits = lead(segments, logit_rows, *arguments).clone()
+    def poisoned(logits, segments, rows):
         request = core.scheduler.find(victim)
         row = 0
         for segment in segments:
-            mine = [i for i, r in enumerate(logit_rows) if row <= r < row + segment.num_tokens]
+            mine = [i for i, r in enumerate(rows) if row <= r < row + segment.num_tokens]
             if request is not None and segment.slot == request.slot and len(request.output_token_ids) >= 3:
                 logits[mine[-1], 7] = torch.nan
             row += segment.num_tokens
         return logits
 
-    core._runner.lead = poisoned  # the narrowed runner of this core alone
+    core._runner.lead = on_logits(lead, poisoned)  # the narrowed runner of this core alone
     answers: dict[str, Answer] = {}
     for request in REQUESTS[:16]:
         core.add(request)

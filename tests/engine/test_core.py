@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +17,7 @@ from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.messages import AddRequest, Cancel, RequestOutput
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.tables import TableUpdate
+from deskfleet.engine.wanted import Choice, Outcome, outcome_of
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import RunnerLimits
 from tests.engine.engines import greedy, random_ids
@@ -51,6 +52,7 @@ class CountingRunner:
         )
     )
     num_rows: list[int] = field(default_factory=list)
+    num_chosen: int = 0  # rows of which a token was wanted, not logits
 
     def lead(
         self,
@@ -58,15 +60,18 @@ class CountingRunner:
         logit_rows: Sequence[int],
         image_rows: torch.Tensor | None = None,
         updates: Sequence[TableUpdate] = (),
-    ) -> torch.Tensor:
+        choices: Sequence[Choice] = (),
+    ) -> Outcome:
+        wanted = [*logit_rows, *(choice.row for choice in choices)]
+        self.num_chosen += len(choices)
         rows = np.concatenate([segment.token_ids for segment in segments])
         self.num_rows.append(len(rows))
-        logits = torch.zeros(len(logit_rows), VOCAB)
-        for place, row in enumerate(logit_rows):
+        logits = torch.zeros(len(wanted), VOCAB)
+        for place, row in enumerate(wanted):
             logits[place, (int(rows[row]) + 1) % VOCAB] = 5.0
             if int(rows[row]) in self.broken:
                 logits[place, 2:4] = torch.tensor([float("nan"), float("inf")])
-        return logits
+        return outcome_of(logits, choices)
 
 
 def core_of(runner: CountingRunner, *, max_num_batched_tokens: int = 64) -> EngineCore:
@@ -110,6 +115,33 @@ def test_draws_depend_on_the_place_in_the_output_alone() -> None:
     assert len(set(expected)) > 3
     for number in range(3):
         assert [i for output in outputs[str(number)] for i in output.token_ids] == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "num_chosen"),
+    [
+        (SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), 4),
+        (SamplingParams(temperature=0.7, top_p=0.9, max_tokens=4, ignore_eos=True), 4),
+        (
+            SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, thinking_budget=2),
+            4,
+        ),  # of no thoughts
+        (SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1), 4),
+        (SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0), 0),
+        (SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, presence_penalty=0.1), 0),
+        (SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias=((3, 0.1),)), 0),
+    ],
+)
+def test_who_needs_logits_gets_them(params: SamplingParams, num_chosen: int) -> None:
+    """Of the others tokens come alone; beside one that needs its logits, with them, and for each the same answer."""
+    runner = CountingRunner()
+    core = core_of(runner)
+    core.add(adding("one", [0, 1], params))
+    core.add(adding("other", [2], replace(greedy(3), logprobs=2)))
+    outputs = run(core)
+    assert runner.num_chosen == num_chosen
+    assert [i for output in outputs["one"] for i in output.token_ids] == [2, 3, 4, 5]
+    assert [p.token_id for output in outputs["other"] for p in output.logprobs or ()] == [3, 4, 5]
 
 
 def test_cancelling_takes_effect_before_the_next_step() -> None:

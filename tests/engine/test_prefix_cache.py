@@ -15,8 +15,9 @@ from deskfleet.endpoint import TokenLogprob
 from deskfleet.engine.core import EngineCore
 from deskfleet.engine.messages import AddRequest, ImagePixels
 from deskfleet.engine.runner import ModelRunner
+from deskfleet.engine.wanted import Outcome
 from deskfleet.model.limits import PrefixReplay
-from tests.engine.cores import Answer, adding, assert_nothing_held, core_over, load_runner, run_all
+from tests.engine.cores import Answer, adding, assert_nothing_held, core_over, load_runner, on_logits, run_all
 from tests.engine.engines import IMAGE_TOKEN, greedy, random_ids
 from tests.engine.golden import measured
 
@@ -39,10 +40,12 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def lead(self, segments: Sequence[Any], logit_rows: Sequence[int], *arguments: Any) -> torch.Tensor:
-        logits = self.runner.lead(segments, logit_rows, *arguments)
+    def lead(self, *arguments: Any) -> Outcome:
+        return on_logits(self.runner.lead, self._record)(*arguments)
+
+    def _record(self, logits: torch.Tensor, segments: Sequence[Any], rows: Sequence[int]) -> torch.Tensor:
         self.num_rows += sum(segment.num_tokens for segment in segments)
-        self.logits += list(logits.clone())
+        self.logits += list(logits)
         return logits
 
 

@@ -90,7 +90,7 @@ def expected(runner: ModelRunner, memo: MemoRunner) -> dict[Tokens, float]:
     """Chance of every continuation: softmax of the model's logits over the allowed tokens, multiplied."""
     beginnings = list(itertools.product(ALLOWED, repeat=NUM_TOKENS - 1))
     segments = [text_segment(slot, (), PROMPT + tokens) for slot, tokens in enumerate(beginnings)]
-    logits = runner.lead(segments, range(len(segments) * segments[0].num_tokens))
+    logits = runner.lead(segments, range(len(segments) * segments[0].num_tokens)).logits
     steps = torch.softmax(logits[:, list(ALLOWED)].double(), -1).unflatten(0, (len(segments), -1))
     chances = {}
     for tokens, rows in zip(beginnings, steps[:, len(PROMPT) - 1 :].tolist(), strict=True):

@@ -36,6 +36,7 @@ from deskfleet.engine.speculate import (
     outcomes,
     survival,
     verify,
+    verify_chosen,
 )
 from deskfleet.errors import ConfigError, EngineError
 from tests.engine.sampling import distribution, sample
@@ -421,6 +422,9 @@ def test_greedy_requests_keep_the_leading_drafts_that_are_right() -> None:
                 continue  # was never drawn
             verdict = verify(target, drafts, rows, acceptance=rule, coins=Planted(face, face), place=0)
             assert verdict == Verdict(right, best[right]), f"{drafts} {rule} {face}"
+        for count in range(4):
+            kept = min(right, count)
+            assert verify_chosen(best[: count + 1], drafts[:count]) == Verdict(kept, best[kept])
 
 
 # What a step was given that is not as it should be.

@@ -41,9 +41,11 @@ from deskfleet.engine.cuda.workspace import measure
 from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.memory import device_census
 from deskfleet.engine.messages import AddRequest
+from deskfleet.engine.model.draft import Proposal
 from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.runner import ModelRunner
 from deskfleet.engine.speculate import SpeculationOptions
+from deskfleet.engine.wanted import Outcome
 from deskfleet.engine.weights import ShardReader
 from deskfleet.model.checkpoint import Checkpoint
 from deskfleet.model.config import ModelConfig
@@ -63,6 +65,7 @@ from deskfleet.model.published import published_config_dict
 from deskfleet.model.tokenizer import load_tokenizer
 from deskfleet.planner.cuda import check_device, cuda_lines
 from deskfleet_engram.tokens import compressed_token_map
+from tests.engine.cores import Narrowed, on_logits
 from tests.engine.golden import checkpoint, golden, relative_rms, token_map
 from tests.gpu.conftest import HAS_GPU
 
@@ -140,7 +143,7 @@ class Pair:
         """One step of both; the logits of `rows` are compared, or of every row."""
         if rows is None:
             rows = range(sum(s.num_tokens for s in segments))
-        expected, mine = (r.lead(segments, rows).clone() for r in (self.cpu, self.device))
+        expected, mine = (r.lead(segments, rows).logits.clone() for r in (self.cpu, self.device))
         error = relative_rms(mine, expected)
         assert error.max() <= LIMIT, f"{[(s.slot, s.start, s.num_tokens) for s in segments]}: {error}"
         self.errors.append(error)
@@ -167,6 +170,58 @@ def test_prompts_and_decoding() -> None:
                 segment(first, position, position + 1), segment(second, position + 90, position + 91, slot=2)
             )
     assert torch.cat(pair.errors).mean() <= MEAN_LIMIT
+
+
+def test_answers_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of every kind at once, over layers that only look tokens up: the answers are those of a host that is
+    told all logits, of which only those who need them get any; drafts that are half right change nothing."""
+    runner = runner_on(
+        BACKEND, RunnerLimits(4, 64, 16, num_blocks=16, num_window_blocks=16), max_step_tokens=16
+    )
+    assert isinstance(runner.backend, CudaBackend)
+    width, told = runner.config.hidden_size, []
+    table = torch.randn(runner.config.vocab_size, width, generator=torch.Generator().manual_seed(3))
+    table = table.to(torch.bfloat16).to(runner.backend.model.device)
+
+    def look_up(step: DecodeStep, seen: Any = None) -> None:
+        torch.index_select(table, 0, step.ids, out=step.streams.x)
+
+    def lead(*arguments: Any) -> Outcome:
+        told.append((len(arguments[1]), len(arguments[4])))
+        return runner.lead(*arguments)
+
+    monkeypatch.setattr(DecodeStep, "run_layers", look_up)
+    same = {"max_tokens": 4, "ignore_eos": True, "seed": 5}
+    sampling = [
+        SamplingParams(temperature=0, **same),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.9, **same),
+        SamplingParams(temperature=0.8, presence_penalty=0.5, **same),
+        SamplingParams(temperature=0.8, min_p=1.0, **same),  # the likeliest's chance is just that: the host's
+    ]
+    prompts = [tokens_list(length, length) for length in (3, 9, 2, 1)]
+
+    def answers(drafts: int, lead: Any, right: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+        def propose(requests: Sequence[Any]) -> Proposal:
+            ids = [[*right[0][r.place : r.place + 1], 7, 7][:2] for r in requests]
+            return Proposal(torch.tensor(ids), torch.zeros(len(ids), 2, 0), torch.zeros(len(ids), 2))
+
+        narrowed = Narrowed(runner, runner.limits)
+        narrowed.lead, narrowed.propose = lead, propose  # type: ignore[attr-defined]
+        speculation = SpeculationOptions(num_drafts=drafts, draft="greedy")
+        core = EngineCore(narrowed, token_map(), CoreOptions(16, speculation))  # type: ignore[arg-type]
+        found = run_all(core, prompts, sampling)
+        assert core.stats.num_accepted > 0 or not drafts
+        return found
+
+    on_host = on_logits(runner.lead, lambda logits, *_: logits)
+    plain = answers(0, lead)
+    assert sum(known for known, _ in told) == 4  # of the one with a penalty
+    assert sum(chosen for _, chosen in told) == 3 * 4
+    assert plain == answers(0, on_host)
+    assert len({tuple(answer) for answer in plain}) == 4
+    drafted = answers(2, lead, plain)
+    assert drafted[0] == plain[0]
+    assert drafted == answers(2, on_host, plain)
 
 
 @torch.inference_mode()
@@ -215,7 +270,7 @@ def test_one_rank_of_three(rank: int) -> None:
         work = [segment(tokens(3, 4), 0, 3)]
         expected = cpu.logits(cpu.forward(whole.builder.build(work), whole.cache).hidden)
         mine.pages.prepare(whole.tables, (), work)
-        got = mine.run(whole.builder, whole.tables, work, range(3), ())
+        got = mine.run(whole.builder, whole.tables, work, range(3), ()).logits
     held = len(plan.vocab_range(rank))
     error = relative_rms(got[:, :held], expected[:, :held])
     assert error.max() <= LIMIT, error
@@ -313,11 +368,11 @@ def test_golden_runs(graphs: bool) -> None:
             ids = prefill[f"len{length}.input_ids"].numpy().astype(np.int64)
             last = runner.lead(
                 [segment(ids, 0, length)], [length - 2, length - 1] if length > 64 else [length - 1]
-            )[-1]
+            ).logits[-1]
             assert int(last.argmax()) == int(prefill[f"len{length}.next_id"])
         ids = decode["input_ids"].numpy().astype(np.int64)
         runner.lead([segment(ids, 0, 40)], [])
-        steps = [runner.lead([segment(ids, p, p + 1)], [0]).clone() for p in range(40, 70)]
+        steps = [runner.lead([segment(ids, p, p + 1)], [0]).logits.clone() for p in range(40, 70)]
         logits.append(torch.cat(steps))
     for other in (logits[1], decode["logits"]):
         apart = relative_rms(logits[0], other)
@@ -443,7 +498,7 @@ def gap_of(
     scatter_blocks(runner)
     ids = np.array(prompt + theirs[:place])
     work = Segment(0, 0, ids, tokens[ids], tokens[:0], np.zeros(len(ids), bool))
-    logits = runner.lead([work], [len(ids) - 1])[0]
+    logits = runner.lead([work], [len(ids) - 1]).logits[0]
     return place, float((logits[theirs[place]] - logits[mine[place]]) / logits.std())
 
 

@@ -68,15 +68,16 @@ def test_an_image_prompt_is_answered_as_on_the_cpu() -> None:
         harness: Any = SimpleNamespace(runner=runner)
         rows = golden_span_rows(harness)
         work = Segment(0, 0, ids, compressed, compressed[:0], inside)
-        logits.append(runner.lead([work], range(len(ids)), rows).clone())
+        logits.append(runner.lead([work], range(len(ids)), rows).logits.clone())
         answers.append(int(logits[-1][-1].argmax()))
     errors.append(relative_rms(logits[1], logits[0]))
     token = np.array([answers[0]])
     after = Segment(0, len(ids), token, token_map()[token], compressed[-3:], text)
-    found = [runner.lead([after], [0]).clone() for runner in runners]
+    found = [runner.lead([after], [0]).logits.clone() for runner in runners]
     errors.append(relative_rms(found[1], found[0]))
     apart = torch.cat(errors)
-    blind = runners[0].lead([Segment(0, 0, ids, token_map()[ids], ids[:0], inside & False)], [len(ids) - 1])
+    unseen = Segment(0, 0, ids, token_map()[ids], ids[:0], inside & False)
+    blind = runners[0].lead([unseen], [len(ids) - 1]).logits
     assert answers[0] == answers[1]
     assert apart.max() <= LIMIT, apart
     assert apart.mean() <= MEAN_LIMIT, apart

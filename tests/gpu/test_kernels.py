@@ -374,7 +374,7 @@ def test_hyper_connection(device: torch.device, bit_ops: bool, rows: int, parts:
     ):
         target.copy_(value)
     taps = poisoned((rows, 2 * width), torch.bfloat16, device)[:, width:]
-    packed = hyper.split_mix_weight(weight).to(device)
+    packed = packing.pack_mixes(weight).to(device)
     hyper.mix(
         buffers, packed, output=given.to(device), shared=None if shared is None else shared.to(device), parts=parts,
         taps=taps, bit_ops=bit_ops,
@@ -399,6 +399,22 @@ def test_hyper_connection(device: torch.device, bit_ops: bool, rows: int, parts:
     for mine, theirs in zip((buffers.pre, buffers.post, buffers.comb), mixes, strict=True):
         assert relative_error(mine, theirs) < MIXES
     assert relative_error(mix_matrix(packed.cpu()), weight) < 1e-5
+
+
+def test_streams_begin_as_embeddings(device: torch.device, bit_ops: bool) -> None:
+    """Rows as they are or as a float32 sum, which is rounded; rows of images are the images'."""
+    rows, width = 5, 1280
+    images, text = normal(rows, width).to(torch.bfloat16), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32)
+    buffers = hyper.StreamBuffers(width, rows, device)
+    for given in (normal(rows, width).to(torch.bfloat16), normal(rows, width)):
+        for others in (None, (text.to(device), images.to(device))):
+            buffers.stream.fill_(float("nan")), buffers.pre.fill_(float("nan"))
+            hyper.start(buffers, given.to(device), bit_ops=bit_ops, images=others)
+            expected = given.to(torch.bfloat16)
+            if others is not None:
+                expected = torch.where(text[:, None] != 0, expected, images)
+            assert torch.equal(buffers.stream.cpu(), expected[:, None].expand(-1, 4, -1))
+            assert torch.equal(buffers.pre.cpu(), torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(rows, 4))
 
 
 @pytest.mark.parametrize("rows", [4, 11], ids=["listed by the last", "listed apart"])

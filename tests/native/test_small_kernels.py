@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -39,15 +40,6 @@ def poisoned_codes(*shape: int) -> Tensor:
     return torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
 
 
-def split_mix_weight(weight: Tensor) -> Tensor:
-    """As hyper.split_mix_weight, whose module needs Triton."""
-    upper = weight.to(torch.bfloat16)
-    lower = (weight - upper.float()).to(torch.bfloat16)
-    both = torch.cat((upper, lower)).unflatten(1, (4, -1, 64))
-    packed: Tensor = both.permute(2, 1, 0, 3).contiguous()
-    return packed
-
-
 def stream_buffers(width: int, rows: int) -> SimpleNamespace:
     slices = width // 64
     return SimpleNamespace(
@@ -68,16 +60,24 @@ def stream_buffers(width: int, rows: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "parts", "floats"),
-    [(1, 384, 6, 0), (3, 1280, 1, 0), (8, 256, 1, 1), (17, 128, 2, 0), (2, 5120, 1, 3)],
-    ids=["pairs", "one output", "a sum over ranks", "more than a block", "parts of a split sum"],
-)
-def test_streams(rows: int, width: int, parts: int, floats: int) -> None:
-    """Expansion, taps, collapse, mixes and their split; the same with nothing to expand and nothing to mix."""
+    ("rows", "width", "parts", "floats", "shares"),
+    [
+        (1, 384, 6, 0, 0), (3, 1280, 1, 0, 0), (8, 256, 1, 1, 0), (17, 128, 2, 0, 0), (2, 5120, 1, 3, 0),
+        (67, 256, 3, 0, 3), (70, 384, 1, 0, 1), (9, 128, 1, 1, 2), (65, 128, 1, 3, 2),
+    ],
+    ids=[
+        "pairs", "one output", "a sum over ranks", "more than a block", "parts of a split sum",
+        "pairs of a chunk", "one output of a chunk", "a sum over ranks of a chunk",
+        "parts of a split sum of a chunk",
+    ],
+)  # fmt: skip
+def test_streams(rows: int, width: int, parts: int, floats: int, shares: int) -> None:
+    """Expansion, taps, collapse, mixes and their split; the same with nothing to expand and nothing to mix. `shares`:
+    by the kernels of many rows."""
     b = stream_buffers(width, rows)
     weight = torch.randn(24, 4 * width) * 0.02
     scale, base, norm = torch.rand(3) + 0.5, torch.randn(24), torch.rand(width) + 0.5
-    packed = split_mix_weight(weight).to(DEVICE)
+    packed = packing.pack_mixes(weight).to(DEVICE)
     stream, pre, post, comb = (tensor.cpu().clone() for tensor in (b.stream, b.pre, b.post, b.comb))
     given = (
         torch.randn(floats, rows, width) if floats else torch.randn(rows * parts, width).to(torch.bfloat16)
@@ -94,26 +94,31 @@ def test_streams(rows: int, width: int, parts: int, floats: int) -> None:
     def mix(mixed: Tensor | None, output: Tensor | None, tapped: Tensor | None) -> None:
         other = None if shared is None or output is None else shared.to(DEVICE)
         own = None if output is None else output.to(DEVICE)
-        streams.mix(b, mixed, own, other, tapped, parts=parts if output is not None else 1)
+        of_rows = parts if output is not None else 1
+        if shares:
+            streams.mix_rows(b, mixed, own, other, tapped, parts=of_rows, shares=shares)
+        else:
+            streams.mix(b, mixed, own, other, tapped, parts=of_rows)
 
     mix(packed, given, taps)
     assert relative_error(b.stream, expected) < BF16
     assert relative_error(taps, b.stream.cpu().double().mean(1)) < 3e-3
     now = b.stream.cpu().clone()
-    first = [tensor.clone() for tensor in (b.mixes, b.collapsed, b.collapsed_squares, b.stream_squares)]
-    for tensor in (b.mixes, b.collapsed, b.collapsed_squares, b.stream_squares):
+    left = [
+        b.collapsed,
+        *(part[: shares or width // 64] for part in (b.mixes, b.collapsed_squares, b.stream_squares)),
+    ]
+    first = [tensor.clone() for tensor in left]
+    for tensor in left:
         tensor.fill_(float("nan"))
     mix(packed, None, None)
-    for tensor, before in zip(
-        (b.mixes, b.collapsed, b.collapsed_squares, b.stream_squares), first, strict=True
-    ):
+    for tensor, before in zip(left, first, strict=True):
         assert torch.equal(tensor, before)
     assert torch.equal(b.stream.cpu(), now)
 
     b.post.fill_(float("nan")), b.comb.fill_(float("nan"))
-    streams.finish(
-        b, norm.to(DEVICE), scale.to(DEVICE), base.to(DEVICE), iterations=20, norm_eps=EPS, eps=1e-6
-    )
+    finish = partial(streams.finish_rows, shares=shares) if shares else streams.finish
+    finish(b, norm.to(DEVICE), scale.to(DEVICE), base.to(DEVICE), iterations=20, norm_eps=EPS, eps=1e-6)
     assert relative_error(b.x, reference.hc_collapse_norm(now, pre, norm, EPS)) < BF16
     codes, scales = quant.quantize_fp8(b.x.cpu())
     assert torch.equal(b.codes.cpu().view(torch.uint8), codes.view(torch.uint8))
@@ -209,8 +214,28 @@ def test_latents(rows: int, low_rank: int, size: int, rope: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "heads", "num_picks", "splits"),
-    [(1, 16, 512, None), (3, 16, 64, None), (2, 8, 0, 3), (2, 24, 40, 2), (1, 16, 64, 1)],
-    ids=["one chunk a block", "a list that ends early", "window alone", "more than a head block", "one part"],
+    [
+        (1, 16, 512, None),
+        (3, 16, 64, None),
+        (2, 8, 0, 3),
+        (2, 24, 40, 2),
+        (1, 16, 64, 1),
+        (2, 16, 512, 3),
+        (16, 8, 512, None),
+        (64, 16, 0, 2),
+        (33, 16, 64, None),
+    ],
+    ids=[
+        "one chunk a block",
+        "a list that ends early",
+        "window alone",
+        "more than a head block",
+        "one part",
+        "more chunks than the ring has",
+        "two chunks a block",
+        "windows of many rows",
+        "many rows",
+    ],
 )
 def test_attention(rows: int, heads: int, num_picks: int, splits: int | None) -> None:
     """Windows that begin late, lists with absent places, and rows of pages that nobody names, which are no numbers."""
@@ -227,6 +252,7 @@ def test_attention(rows: int, heads: int, num_picks: int, splits: int | None) ->
         picks[row, :taken] = torch.randperm(count - 1)[:taken]
     window_pages[-1], entry_pages[-1] = 0x7F, 0x7F  # E4M3 NaN
     query, sink = torch.randn(rows, heads, size).to(torch.bfloat16), torch.randn(heads)
+    query[-1] *= 8  # whose scores rise far along the list
     angle = torch.rand(rows, rope // 2) * 9
     turn = angle.cos(), angle.sin()
     padded = -(-heads // 16) * 16
@@ -250,8 +276,10 @@ def test_attention(rows: int, heads: int, num_picks: int, splits: int | None) ->
         sources = [(WINDOW.unpack(window_pages), records), (ENTRY.unpack(entry_pages), picks)]
         attended = reference.sparse_attention(query, sources, sink, size**-0.5)
         expected = reference.apply_rope(attended, *turn, inverse=True).flatten(1)
-        # Weights are rounded to bf16 against another running maximum.
+        # Weights are rounded to bf16 against another running maximum. In a row of few heads that averages out less; the
+        # last one is by far the greatest.
         assert relative_error(out, expected) < 4e-3
+        assert max(map(relative_error, out, expected)) < 5e-3
 
 
 @pytest.mark.parametrize("restricts", [False, True])
@@ -315,6 +343,9 @@ def test_selection(most: int, unit: int, num_picks: int) -> None:
         scores.to(DEVICE), (slots.to(DEVICE), positions.to(DEVICE), table.to(DEVICE)), picks, lies,
         ratio=ratio, block_size=block_size, unit=unit,
     )  # fmt: skip
+    again = torch.full_like(picks, -9)
+    picking.select_rows(scores.to(DEVICE), positions.to(DEVICE), again, ratio=ratio, unit=unit)
+    assert torch.equal(again, picks)
     for row in range(rows):
         count = int(seen[row])
         best = torch.full((num_picks,), -1)

@@ -66,6 +66,27 @@ KERNEL(32, 1) multiply(const u32* a, const u32* b, u32* out, int words) {
 }
 """
 
+_COPIES = """
+KERNEL(64, 1) copies(const u8* from, u32* out, int rows) {
+    SHARED_BYTES(shared);
+    const int row = 32 * (threadIdx.x / 32), lane = threadIdx.x % 32;
+    copy_later(shared + threadIdx.x * 16, from + threadIdx.x * 16, (int)threadIdx.x < rows);
+    end_copies();
+    copy_later(shared + 1024 + threadIdx.x * 16, from, true);
+    end_copies();
+    wait_for_copies<LEFT_FIRST>();
+    __syncthreads();
+    u32 plain[4], turned[4];
+    load_matrices(plain, shared + (row + lane) * 16);
+    load_turned(turned, shared + (row + lane) * 16);
+    for (int i = 0; i < 4; i++) {
+        out[(row + lane) * 4 + i] = plain[i];
+        out[256 + (row + lane) * 4 + i] = turned[i];
+    }
+    wait_for_copies<LEFT_LAST>();
+}
+"""
+
 
 @pytest.fixture(autouse=True)
 def kernels_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -147,6 +168,32 @@ def test_products_of_pairs(tmp_path: Path, device: torch.device) -> None:
     kernel = make(tmp_path, _CONVERSIONS, "multiply", device)
     kernel.launch(1, 32, 0, [a.to(device), b.to(device), out, 1000])
     assert torch.equal(out.cpu(), a[:2000] * b[:2000])
+
+
+def test_copies_and_the_matrices_that_they_bring(tmp_path: Path, device: torch.device) -> None:
+    """Eight matrices of 8 x 8 halves as the tensor cores take them, plain and turned; rows that do not exist."""
+    rows = torch.randint(-9999, 9999, (64, 8), dtype=torch.int16)
+    out = torch.empty(2, 64, 4, dtype=torch.int32, device=device)
+    make(tmp_path, _COPIES, "copies", device, LEFT_FIRST=1, LEFT_LAST=0).launch(
+        1, 64, 2048, [rows.to(device), out, 50]
+    )
+    rows[50:] = 0
+    for mine, matrices in zip(out.cpu(), (rows.view(8, 8, 8), rows.view(8, 8, 8).mT), strict=True):
+        assert torch.equal(
+            mine.view(torch.int16).view(2, 32, 4, 2).transpose(1, 2).reshape(8, 8, 8), matrices
+        )
+
+
+def test_the_emulator_shows_copies_that_nobody_has_waited_for(tmp_path: Path) -> None:
+    rows, out = torch.zeros(64, 8, dtype=torch.int16), torch.zeros(2, 64, 4, dtype=torch.int32)
+    make(tmp_path, _COPIES, "copies", torch.device("cpu"), LEFT_FIRST=2, LEFT_LAST=0).launch(
+        1, 64, 2048, [rows, out, 64]
+    )
+    assert (out == -1).all()
+    (tmp_path / "other").mkdir()
+    kernel = make(tmp_path / "other", _COPIES, "copies", torch.device("cpu"), LEFT_FIRST=1, LEFT_LAST=1)
+    with pytest.raises(EngineError, match="ends without waiting for its copies"):
+        kernel.launch(1, 64, 2048, [rows, out, 64])
 
 
 def test_the_emulator_shows_a_forgotten_barrier(tmp_path: Path) -> None:

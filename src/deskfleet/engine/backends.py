@@ -1,7 +1,7 @@
 """Who computes a rank's passes, by device: one table. Owns what a pass is made of there; knows nothing of lockstep.
 
 cpu          the model of engine/model over the operators of engine/ops, all of it
-cuda         the kernels of engine/cuda; Engram rows, sampling and grammars stay on the host
+cuda         the kernels of engine/cuda; Engram rows, grammars and sampling that has a state stay on the host
 interpreter  the same kernels in Triton's interpreter, for tests where there is no GPU; no user can ask for it
 """
 
@@ -27,6 +27,7 @@ from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower
 from deskfleet.engine.speculate import Coins, draft_choice
 from deskfleet.engine.tables import BlockTables, TableUpdate
+from deskfleet.engine.wanted import Choice, Outcome, outcome_of
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import EngineError
 from deskfleet.model.cache_formats import CacheFormats
@@ -89,10 +90,12 @@ class Backend(Protocol):
         self,
         segments: Sequence[Segment],
         logit_rows: Sequence[int],
+        choices: Sequence[Choice],
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
-    ) -> Tensor:
-        """One pass, after `updates`, which the tables have taken over. Logits float32 [R, V] on the host."""
+    ) -> Outcome:
+        """One pass, after `updates`, which the tables have taken over. All ranks run the same rows in the same order,
+        those of `choices` last; on ranks other than 0 nobody reads the outcome."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """A block of drafts after the last pass of each of the requests, on the host; logits may be empty, [B, n, 0],
@@ -145,19 +148,21 @@ class CpuBackend:
         self,
         segments: Sequence[Segment],
         logit_rows: Sequence[int],
+        choices: Sequence[Choice],
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
-    ) -> Tensor:
+    ) -> Outcome:
         batch = self._parts.builder.build(segments, image_rows)
         output = self.model.forward(batch, self.cache)
         if self.drafts is not None:
             self.drafts.commit(output.taps, output.batch, self.cache)
-        if not logit_rows:
-            return torch.empty(0, self.model.config.vocab_size)
-        rows = torch.tensor(logit_rows)
+        wanted = [*logit_rows, *(choice.row for choice in choices)]
+        if not wanted:
+            return outcome_of(torch.empty(0, self.model.config.vocab_size), ())
+        rows = torch.tensor(wanted)
         if batch.tail is not None:
             rows = torch.searchsorted(batch.tail.rows, rows)  # every wanted row is one of them
-        return self.model.logits(output.hidden[rows])
+        return outcome_of(self.model.logits(output.hidden[rows]), choices)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         if self.drafts is None:
@@ -226,12 +231,14 @@ class CudaBackend:
         self,
         segments: Sequence[Segment],
         logit_rows: Sequence[int],
+        choices: Sequence[Choice],
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
-    ) -> Tensor:
+    ) -> Outcome:
         return self.model.run(
-            self._parts.builder, self._parts.tables, segments, logit_rows, updates, image_rows
-        )
+            self._parts.builder, self._parts.tables, segments, logit_rows, updates, image_rows,
+            choices=choices, is_read=self._parts.comm.rank == 0,
+        )  # fmt: skip
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         return self.model.propose(requests)
@@ -294,7 +301,7 @@ def open_device() -> str:
 def select(device: str, operators: OperatorChoice) -> ops.Selection:
     """Choose who computes on `device`, for the whole process. Raises EngineError when it cannot be had."""
     if device == "cuda":
-        detail = "layers and head in kernels on {}; Engram rows, sampling and grammars on the host"
+        detail = "layers and head in kernels on {}; Engram rows and grammars on the host"
         return ops.Selection("cuda", "triton", detail.format(open_device()))
     return ops.select(operators)
 

@@ -19,7 +19,7 @@ from deskfleet.engine.blocks import CacheManager
 from deskfleet.engine.messages import AddRequest, Cancel, DraftRequest, RequestOutput
 from deskfleet.engine.request import Request
 from deskfleet.engine.runner import ModelRunner
-from deskfleet.engine.sampler import SamplingState, logprobs
+from deskfleet.engine.sampler import SamplingState, is_stateless, logprobs
 from deskfleet.engine.scheduler import Scheduled, Scheduler, SchedulerPolicy
 from deskfleet.engine.segments import scored_positions, segment_of, wanted_rows
 from deskfleet.engine.speculate import (
@@ -32,7 +32,9 @@ from deskfleet.engine.speculate import (
     confidence_length,
     draft_distribution,
     verify,
+    verify_chosen,
 )
+from deskfleet.engine.wanted import Choice
 from deskfleet.errors import RequestError
 from deskfleet.model.limits import PrefixReplay
 from deskfleet.model.tokenizer import ThinkingTokens
@@ -170,17 +172,19 @@ class EngineCore:
         scheduled = self.scheduler.schedule(now_s)
         if not scheduled:
             return outputs
-        logit_rows, spans = wanted_rows(scheduled)
+        logit_rows, choices, shares = self._wanted(scheduled)
         num_history = self._runner.config.engram_max_ngram_size - 1
         segments = [segment_of(work, self._token_map, num_history=num_history) for work in scheduled]
         updates = self.cache.take_updates()
         for work in scheduled:
             if work.request.started_s is None:
                 work.request.started_s = now_s
-        logits = self._runner.lead(segments, logit_rows, self._image_rows(scheduled), updates).numpy()
+        outcome = self._runner.lead(segments, logit_rows, self._image_rows(scheduled), updates, choices)
+        logits = outcome.logits.numpy()
         self._count(num_steps=1)
-        for work, span in zip(scheduled, spans, strict=True):
-            output = self._advance(work, logits[span])
+        for work, (known, own) in zip(scheduled, shares, strict=True):
+            bad = int(outcome.num_not_finite[own].sum())
+            output = self._advance(work, logits[known], outcome.token_ids[own].tolist(), bad)
             if output is not None:
                 outputs.append(output)
         self._draft([work.request for work in scheduled if work.request.is_decoding])
@@ -189,23 +193,61 @@ class EngineCore:
 
     # --- one request's share of a step ----------------------------------------------------------------
 
-    def _advance(self, work: Scheduled, logits: np.ndarray) -> RequestOutput | None:
-        """Turn a request's logit rows [r, V] of this step into its output; ends the request when it is done."""
+    def _wanted(
+        self, scheduled: Sequence[Scheduled]
+    ) -> tuple[list[int], list[Choice], list[tuple[slice, slice]]]:
+        """Rows whose logits are wanted, choices of others, and which of both belong to each scheduled request."""
+        rows, spans = wanted_rows(scheduled)
+        logit_rows: list[int] = []
+        choices: list[Choice] = []
+        shares = []
+        for work, span in zip(scheduled, spans, strict=True):
+            own = self._choices(work, rows[span])
+            known = rows[span.start : span.stop - len(own)]
+            first, begin = len(logit_rows), len(choices)
+            shares.append((slice(first, first + len(known)), slice(begin, begin + len(own))))
+            logit_rows += known
+            choices += own
+        return logit_rows, choices, shares
+
+    def _choices(self, work: Scheduled, rows: Sequence[int]) -> list[Choice]:
+        """Choices of the last of a request's wanted rows, those that its next tokens come of, which travel in the place
+        of their logits; none where these are needed: for a state, for log probabilities, and to verify drafts of a
+        request that samples, whose chances depend on two distributions."""
+        request, params = work.request, work.request.sampling
+        own = rows[len(scored_positions(work)) :]
+        if not own or request.score or params.logprobs is not None:
+            return []
+        if not is_stateless(params, self._thinking):
+            return []
+        if params.temperature == 0:
+            return [Choice(row, params) for row in own]
+        if work.num_draft_tokens:
+            return []
+        coin = Coins(request.seed).uniform("further", len(request.output_token_ids))
+        return [Choice(row, params, coin) for row in own]
+
+    def _advance(
+        self, work: Scheduled, logits: np.ndarray, chosen: list[int], num_not_finite: int
+    ) -> RequestOutput | None:
+        """Turn a request's logit rows [r, V] of this step, and the tokens that were `chosen` of others of which so many
+        logits are not finite, into its output; ends the request when it is done."""
         request, scored = work.request, scored_positions(work)
         request.num_computed_tokens += work.num_tokens
-        if not np.isfinite(logits).all():
-            return self._fail_not_finite(request, logits)
+        num_not_finite += int(np.count_nonzero(~np.isfinite(logits)))
+        if num_not_finite:
+            return self._fail_not_finite(request, num_not_finite)
         if scored:
             self._score_prompt(request, logits[: len(scored)], scored)
             logits = logits[len(scored) :]
-        if len(logits) == 0:
+        if len(logits) + len(chosen) == 0:
             self.cache.commit(request)
             return None
         if request.score:
             self.cache.commit(request)
             return self._scored(request, logits)
         try:
-            verdict = self._verify(request, logits, work.num_draft_tokens)
+            verdict = self._verify(request, logits, chosen, work.num_draft_tokens)
         except RequestError as error:
             self._finish(request)
             return RequestOutput(request.request_id, error=error.message, param=error.param or "")
@@ -220,8 +262,8 @@ class EngineCore:
             if reason is not None:
                 tokens = tokens[: place + 1]
                 break
-        assert request.sampling_state is not None
-        request.sampling_state.accept(tokens)
+        if request.sampling_state is not None:
+            request.sampling_state.accept(tokens)
         if work.num_draft_tokens:
             step = SpeculationMetrics.of_step(work.num_draft_tokens, verdict.num_accepted, len(tokens))
             request.speculation += step
@@ -259,11 +301,13 @@ class EngineCore:
             request.prompt_logprobs.append(logprobs(row, token_id, count))
         request.num_scored_tokens = positions.stop
 
-    def _verify(self, request: Request, logits: np.ndarray, num_drafts: int) -> Verdict:
-        """Decide over the drafts that were run.
+    def _verify(self, request: Request, logits: np.ndarray, chosen: list[int], num_drafts: int) -> Verdict:
+        """Decide over the drafts that were run, by what was `chosen` after each where the logits stayed.
 
         Raises RequestError when the request's constraint cannot go on.
         """
+        if chosen:
+            return verify_chosen(chosen, request.draft_token_ids[:num_drafts])
         if request.sampling_state is None:
             request.sampling_state = self._sampling_state(request)
         speculation = self.options.speculation
@@ -307,11 +351,10 @@ class EngineCore:
             request.request_id, logits=logits.tobytes(), finish_reason="length" if done else None
         )
 
-    def _fail_not_finite(self, request: Request, logits: np.ndarray) -> RequestOutput:
+    def _fail_not_finite(self, request: Request, bad: int) -> RequestOutput:
         self.cache.distrust(request)
         self._finish(request)
         self._count(num_not_finite=1)
-        bad = int(np.count_nonzero(~np.isfinite(logits)))
         position = request.num_computed_tokens - 1
         error = f"{bad} logits of this request are not finite at position {position}"
         return RequestOutput(request.request_id, error=error)

@@ -49,7 +49,7 @@ class Request:
     )  # of its whole blocks, each covering all before it
     slot: int | None = None
     image_embeddings: Tensor | None = None
-    sampling_state: SamplingState | None = None  # made when the first token is sampled
+    sampling_state: SamplingState | None = None  # made when a token is first sampled from logits
     draft_token_ids: list[int] = field(default_factory=list)
     draft_logits: np.ndarray | None = None
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)

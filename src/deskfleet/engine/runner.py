@@ -21,6 +21,7 @@ from deskfleet.engine.model.v41 import V41Model
 from deskfleet.engine.model.vision import VisionTower, normalise_pixels
 from deskfleet.engine.progress import Progress
 from deskfleet.engine.tables import BlockTables, TableUpdate
+from deskfleet.engine.wanted import Choice, Outcome
 from deskfleet.engine.weights import Allocate, ShardReader
 from deskfleet.errors import EngineError
 from deskfleet.model.checkpoint import Checkpoint
@@ -118,18 +119,20 @@ class ModelRunner:
         logit_rows: Sequence[int],
         image_rows: Tensor | None = None,
         updates: Sequence[TableUpdate] = (),
-    ) -> Tensor:
-        """Rank 0: run one step everywhere, after `updates` of the block tables. Logits float32 [R, V] of
-        `logit_rows`."""
+        choices: Sequence[Choice] = (),
+    ) -> Outcome:
+        """Rank 0: run one step everywhere, after `updates` of the block tables. Logits of `logit_rows`, and `choices`
+        of other rows."""
         count = 0 if image_rows is None else len(image_rows)
-        self._begin(segments, logit_rows)  # telling the others is a collective, and one may be frozen
+        wanted = (*logit_rows, *(choice.row for choice in choices))
+        self._begin(segments, len(wanted))  # telling the others is a collective, and one may be frozen
         if self.comm.size > 1:
             parts = tuple(_to_message(s) for s in segments)
-            message = messages.StepMessage(tuple(updates), parts, tuple(logit_rows), count)
+            message = messages.StepMessage(tuple(updates), parts, wanted, count)
             self.comm.broadcast_bytes(messages.encode(message))
             if image_rows is not None:
                 self.comm.broadcast(image_rows.contiguous())
-        return self._run(segments, logit_rows, image_rows, updates)
+        return self._run(segments, logit_rows, choices, image_rows, updates)
 
     def propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:
         """Rank 0: draft a block for each request, on every rank alike."""
@@ -151,7 +154,7 @@ class ModelRunner:
             image_rows = torch.empty(message.num_image_rows, self.config.hidden_size, dtype=torch.bfloat16)
             self.comm.broadcast(image_rows)
         segments = [_from_message(s) for s in message.segments]
-        self._run(segments, message.logit_rows, image_rows, message.updates)
+        self._run(segments, message.logit_rows, (), image_rows, message.updates)
         return True
 
     def stop(self) -> None:
@@ -180,25 +183,26 @@ class ModelRunner:
         self.backend.close()
         self.comm.leave()
 
-    def _begin(self, segments: Sequence[Segment], logit_rows: Sequence[int]) -> None:
+    def _begin(self, segments: Sequence[Segment], num_wanted: int) -> None:
         num_tokens = sum(len(segment.token_ids) for segment in segments)
-        # Rows that no logits are wanted of are a prompt's: decoding wants those of every row.
-        self.progress.begin("prefill" if num_tokens > len(logit_rows) else "decode", num_tokens)
+        # Rows of which nothing is wanted are a prompt's: decoding wants every row.
+        self.progress.begin("prefill" if num_tokens > num_wanted else "decode", num_tokens)
 
     @torch.inference_mode()
     def _run(
         self,
         segments: Sequence[Segment],
         logit_rows: Sequence[int],
+        choices: Sequence[Choice],
         image_rows: Tensor | None,
         updates: Sequence[TableUpdate],
-    ) -> Tensor:
-        self._begin(segments, logit_rows)
+    ) -> Outcome:
+        self._begin(segments, len(logit_rows) + len(choices))
         for update in updates:
             self.tables.apply(update)
-        logits = self.backend.run(segments, logit_rows, image_rows, updates)
+        outcome = self.backend.run(segments, logit_rows, choices, image_rows, updates)
         self.progress.end_pass()
-        return logits
+        return outcome
 
     @torch.inference_mode()
     def _propose(self, requests: Sequence[messages.DraftRequest]) -> Proposal:

@@ -18,6 +18,8 @@ from deskfleet.model.tokenizer import ThinkingTokens
 if TYPE_CHECKING:
     from deskfleet.engine.constraints import TokenConstraint
 
+_LEAST_TEMPERATURE = 1e-5  # below it, division leaves the range of numbers
+
 
 @dataclass(frozen=True, slots=True)
 class Thought:
@@ -42,6 +44,21 @@ class Thought:
         if self.is_open:
             return Thought() if token_id == marks.end else Thought(True, self.num_tokens + 1)
         return Thought(True, 0) if token_id == marks.start else self
+
+
+def is_stateless(params: SamplingParams, thinking: ThinkingTokens | None) -> bool:
+    """Whether a row's distribution depends on its logits alone. `thinking` as of SamplingState."""
+    is_penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    has_budget = params.thinking_budget is not None and thinking is not None
+    return not (is_penalised or has_budget or params.logit_bias or params.constraint is not None)
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """float64 probabilities [V] of finite float32 logits [V], for params without state; 1 at the likeliest token, of
+    equals the lowest id, at temperature 0."""
+    row = np.empty(logits.shape, np.float64)
+    _fill_stateless(row, logits, params)
+    return row
 
 
 class SamplingState:
@@ -80,9 +97,7 @@ class SamplingState:
         self._in_prompt = np.zeros(len(self._counts), bool)
         if self._is_penalised:
             self._in_prompt[prompt_token_ids] = True
-        self._is_stateless = not (
-            self._is_penalised or self._marks is not None or constraint is not None or params.logit_bias
-        )
+        self._is_stateless = constraint is None and is_stateless(params, thinking)
 
     def distributions(self, logits: np.ndarray, draft_token_ids: Sequence[int]) -> np.ndarray:
         """float64 probabilities [r, V] of finite float32 logits [r, V], row i after the first i drafts [r-1].
@@ -144,8 +159,8 @@ class SamplingState:
         """Write the distribution of one position, float64 [V], into `row`."""
         if self._marks is not None and self._is_thought_spent:
             _fill_one_hot(row, self._marks.end)
-        elif self._is_stateless and self._params.temperature == 0:
-            _fill_one_hot(row, int(logits.argmax()))
+        elif self._is_stateless:
+            _fill_stateless(row, logits, self._params)
         else:
             row[:] = logits
             self._adjust(row)
@@ -187,13 +202,26 @@ def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
     return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
 
 
+def _fill_stateless(row: np.ndarray, logits: np.ndarray, params: SamplingParams) -> None:
+    if params.temperature == 0:
+        _fill_one_hot(row, int(logits.argmax()))
+    else:
+        row[:] = logits
+        _normalise(row, params)
+
+
+def draw_temperature(temperature: float) -> float:
+    """By which logits are divided where `temperature` is above 0; 0 stays."""
+    return max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0.0
+
+
 def _normalise(row: np.ndarray, params: SamplingParams) -> None:
     """Turn float64 logits [V] into probabilities after temperature, then top_k, top_p and min_p, in that order.
 
     Each filter works on what the one before it left; of equal probabilities the lower token ids stay. In place: a row
     is 1 MB at full size.
     """
-    row /= max(params.temperature, 1e-5)
+    row /= draw_temperature(params.temperature)
     row -= row.max()
     np.exp(row, out=row)
     if params.top_k > 0 and params.top_k < len(row):
@@ -249,4 +277,4 @@ def _fill_one_hot(row: np.ndarray, token_id: int) -> None:
     row[token_id] = 1.0
 
 
-__all__ = ["SamplingState", "Thought", "logprobs"]
+__all__ = ["SamplingState", "Thought", "distribution", "draw_temperature", "is_stateless", "logprobs"]

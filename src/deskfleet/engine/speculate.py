@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from deskfleet.engine.sampler import draw_temperature
 from deskfleet.errors import ConfigError, EngineError
 from deskfleet.model.config_keys import parse_json_object
 
@@ -34,7 +35,6 @@ Acceptance = Literal["token", "block"]
 Purpose = Literal["further", "accept", "draft"]
 
 _PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_LEAST_TEMPERATURE = 1e-5  # as in plain sampling: below it, division leaves the range of numbers
 _LEAST_SURVIVAL = 1e-6  # a draft less likely than this is not worth a row at any price
 
 
@@ -272,17 +272,12 @@ def draft_coins(seed: int, place: int, count: int) -> list[float]:
     return [Coins(seed).uniform("draft", place, index) for index in range(count)]
 
 
-def draft_temperature(temperature: float) -> float:
-    """By which logits are divided where `temperature` is above 0; 0 stays."""
-    return max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0.0
-
-
 def draft_distribution(logits: np.ndarray, temperature: float) -> np.ndarray:
     """float64 probabilities [..., V] that drafts are drawn from; a row with NaN or +inf becomes NaN.
 
     temperature: above 0.
     """
-    scaled = logits.astype(np.float64) / draft_temperature(temperature)
+    scaled = logits.astype(np.float64) / draw_temperature(temperature)
     with np.errstate(invalid="ignore"):
         weights = np.exp(scaled - scaled.max(-1, keepdims=True))
     probabilities: np.ndarray = weights / weights.sum(-1, keepdims=True)
@@ -352,6 +347,13 @@ def outcomes(
     return Outcomes(target, draft_token_ids, drafted, chances, shares)
 
 
+def verify_chosen(chosen: Sequence[int], draft_token_ids: Sequence[int]) -> Verdict:
+    """What `verify` decides of a greedy request: `chosen` [k + 1] are the likeliest tokens, row i after draft i."""
+    agreed = [token == draft for token, draft in zip(chosen, draft_token_ids, strict=False)]
+    num_accepted = [*agreed, False].index(False)
+    return Verdict(num_accepted, chosen[num_accepted])
+
+
 def verify(
     target: np.ndarray,
     draft_token_ids: Sequence[int],
@@ -369,14 +371,14 @@ def verify(
     Raises EngineError when the target's row is no distribution.
     """
     possible = outcomes(target, draft_token_ids, drafted, acceptance)
-    num_accepted = _draw(possible.chances, lambda: coins.uniform("accept", place))
+    num_accepted = draw(possible.chances, lambda: coins.uniform("accept", place))
     further = possible.further(num_accepted)
     if not 0 < (total := float(further.sum())) < math.inf:
         raise EngineError(f"no token can follow {num_accepted} accepted drafts: the row sums to {total}")
-    return Verdict(num_accepted, _draw(further, lambda: coins.uniform("further", place)))
+    return Verdict(num_accepted, draw(further, lambda: coins.uniform("further", place)))
 
 
-def _draw(probabilities: np.ndarray, uniform: Callable[[], float]) -> int:
+def draw(probabilities: np.ndarray, uniform: Callable[[], float]) -> int:
     """`pick`, without tossing a coin that cannot matter: every number of a request is its own, so none is used up."""
     possible = np.flatnonzero(probabilities)
     return int(possible[0]) if len(possible) == 1 else pick(probabilities, uniform())
@@ -518,9 +520,10 @@ __all__ = [
     "draft_choice",
     "draft_coins",
     "draft_distribution",
-    "draft_temperature",
+    "draw",
     "outcomes",
     "pick",
     "survival",
     "verify",
+    "verify_chosen",
 ]

@@ -40,6 +40,7 @@ _ATTENDED_WIDTH, _ATTENDED_KEYS = (
     512,
     16,
 )  # heads whose width this divides share a list out in chunks of so many
+_ATTENDED_TURNS = 1  # of a block; beyond, chunks are twice as long and a processor has two blocks
 _PROCESSORS = 132
 _PRODUCTS = 160  # partial products of 128 x 16
 _KEYS = 64  # that attention takes at a time
@@ -51,6 +52,7 @@ _SPARE_POSITIONS = 16384  # whose entries it has room for beside those of the lo
 _LONE_ROWS = 128  # rows whose picks it has for themselves
 _ITEM_ROWS = 128  # rows of an expert that are taken at a time, at most
 _MARKOV_TILE, _CHANCES = 64, 1024  # tokens of a program that biases logits, and of one that adds chances up
+_DIGITS, _DRAW = 16, 5  # kinds of logits that are told apart at a time, and numbers of a draw
 _BF16, _FLOAT32, _INT32, _INT64, _FLOAT64 = 2, 4, 4, 8, 8
 
 
@@ -259,7 +261,7 @@ def _step_line(plan: ShardPlan, limits: RunnerLimits, max_step_tokens: int, with
     rows, few = max(sizes), [size for size in sizes if size < FILLED_ROWS]
     row = sum(_row_bytes(plan, limits).values()) + (_context_bytes(c) if with_drafts else 0)
     filled = _filled_bytes(plan, limits, rows, max_step_tokens) if rows >= FILLED_ROWS else 0
-    logits = min(rows, _LOGIT_ROWS) * (_logit_bytes(plan) + c.hidden_size * _BF16)
+    logits = min(rows, _LOGIT_ROWS) * (_logit_bytes(plan) + _choosing_bytes(plan) + c.hidden_size * _BF16)
     parts = _part_bytes(plan, c.n_routed_experts, c.num_experts_per_tok, few, (0, c.index_topk))
     parts += _PRODUCTS * _TILE_ROWS * 16 * _FLOAT32
     few_row = sum(_few_row_bytes(plan, limits).values())
@@ -341,6 +343,14 @@ def _logit_bytes(plan: ShardPlan) -> int:
     """A row's logits, and of several ranks those of all, as they come and beside each other."""
     ranks = plan.layout.tp_size
     return (1 + (2 * ranks if ranks > 1 else 0)) * plan.vocab_per_rank * _FLOAT32
+
+
+def _choosing_bytes(plan: ShardPlan) -> int:
+    """What choosing a row's token among its logits takes (engine/cuda/sampling.py)."""
+    tokens = plan.config.vocab_size if plan.layout.tp_size > 1 else plan.vocab_per_rank
+    chunk = 3 * _INT32 + _FLOAT64 + _DIGITS * (_INT32 + _FLOAT64)
+    row = _DRAW * _FLOAT64 + 2 * _INT32 + _FLOAT32 + 2 * _INT64 + 4 * _FLOAT64
+    return math.ceil(tokens / _CHANCES) * chunk + row
 
 
 def _row_bytes(plan: ShardPlan, limits: RunnerLimits) -> Mapping[str, int]:
@@ -455,8 +465,14 @@ def _attention_part_bytes(plan: ShardPlan, picks: int, rows: int) -> int:
     if c.head_dim % _ATTENDED_WIDTH != 0 or rows > MOST_DECODE_ROWS:
         lists = math.ceil(c.sliding_window / _KEYS) + math.ceil(picks / _KEYS)
         return _PROCESSORS * each if lists > 1 else 0  # one block of keys is in no parts
-    chunks = math.ceil(c.sliding_window / _ATTENDED_KEYS) + math.ceil(picks / _ATTENDED_KEYS)
-    splits = math.ceil(chunks / math.ceil(chunks * blocks / _PROCESSORS))
+    chunks, longer = (
+        math.ceil(c.sliding_window / keys) + math.ceil(picks / keys)
+        for keys in (_ATTENDED_KEYS, 2 * _ATTENDED_KEYS)
+    )
+    turns = math.ceil(chunks * blocks / _PROCESSORS)
+    if turns > _ATTENDED_TURNS and c.head_dim == _ATTENDED_WIDTH:
+        chunks, turns = longer, max(2, math.ceil(longer * blocks / (2 * _PROCESSORS)))
+    splits = math.ceil(chunks / turns)
     return blocks * splits * each if splits > 1 else 0
 
 

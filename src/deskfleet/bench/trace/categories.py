@@ -16,10 +16,10 @@ _RULES: tuple[tuple[str, str], ...] = (
     (
         "attention",
         r"^(latents?|attend|merge|score|pick|pool|keys?|select|block|allow|rope|window|upper|lower|count|take|score_rows"
-        r"|attend_rows|unpack_windows|unpack_entries|unpack_picks|turn|codes)(_kernel)?$",
+        r"|pick_rows|attend_rows|unpack_windows|unpack_entries|unpack_picks|turn|codes)(_kernel)?$",
     ),
     ("experts", r"^(choose|list_items|up|down|sort|grouped_up|grouped_down|swiglu)(_kernel)?$"),
-    ("hyper-connections", r"^(mix|finish|sum)(_kernel)?$"),
+    ("hyper-connections", r"^(start|mix|finish|sum)(_kernel|_rows)?$"),
     ("matrix products", r"^(linear|(fp8|wide|bf16|plain|rows|weights)_kernel)$"),
     ("sampling", r"^(anchor|markov|weigh|draw|confidence|quantize|norm|context)_kernel$"),
     (ENGRAM, r"engram|row_store|rowstore"),

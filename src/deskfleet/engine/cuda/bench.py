@@ -21,27 +21,40 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deskfleet.engine.cuda import attention, experts, hyper, linear, prefill_experts, routing, synthetic
+from deskfleet.engine.cuda import (
+    attention,
+    experts,
+    hyper,
+    linear,
+    prefill_experts,
+    prefill_linear,
+    routing,
+    synthetic,
+    topk,
+)
 from deskfleet.engine.cuda.attention import AttendTuning
 from deskfleet.engine.cuda.checks import DraftCheck, StepCheck, context_errors
 from deskfleet.engine.cuda.collectives import DeviceGroup, NcclGroup, SymmetricGroup, join
 from deskfleet.engine.cuda.draft import DraftContext, DraftStep
-from deskfleet.engine.cuda.packing import Fp8Tiles
+from deskfleet.engine.cuda.native import streams as many
+from deskfleet.engine.cuda.packing import Fp8Tiles, pack_mixes
 from deskfleet.engine.cuda.prefill import PrefillStep
 from deskfleet.engine.cuda.prefill_attention import RowBuffers, RowsTuning, attend_rows
 from deskfleet.engine.cuda.prefill_checks import RowsOf
+from deskfleet.engine.cuda.prefill_experts import GroupedTuning
 from deskfleet.engine.cuda.prefill_replay import PrefillEncoderStep, ReplayStep
 from deskfleet.engine.cuda.step import DecodeStep, Pages, make_pages
 from deskfleet.engine.cuda.synthetic import DraftWeights, LayerWeights, RankShape, make_drafts, make_layer
 from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
-from deskfleet.model.device import REPLAYED_ROWS
+from deskfleet.model.device import FILLED_ROWS, REPLAYED_ROWS
 from deskfleet.model.published import published_config_dict
 
 NAME = "rank0of4-decode"
@@ -80,7 +93,9 @@ CATEGORIES = {
     "count_kernel": "indexer",
     "take_kernel": "indexer",
     "gate_kernel": "engram",
-    **dict.fromkeys(("grouped_up_kernel", "grouped_down_kernel"), "experts of chunks"),
+    **dict.fromkeys(
+        ("grouped_up_kernel", "grouped_down_kernel", "grouped_up", "grouped_down"), "experts of chunks"
+    ),
     **dict.fromkeys(("sort_kernel",), "routing"),
     **dict.fromkeys(("rows_kernel", "weights_kernel"), "FP8 as bf16"),
     "swiglu_kernel": "experts and shared expert, w1 and w3",
@@ -97,11 +112,11 @@ CATEGORIES = {
     "up": "experts and shared expert, w1 and w3",
     "down": "experts and shared expert, w2",
     "linear": "projections, router, head",
-    **dict.fromkeys(("mix", "finish"), "hyper-connections"),
+    **dict.fromkeys(("start_kernel", "mix", "finish", "mix_rows", "finish_rows"), "hyper-connections"),
     **dict.fromkeys(("latents", "attend", "merge"), "attention"),
     "choose": "routing",
     **dict.fromkeys(("pool", "keys"), "compressor"),
-    **dict.fromkeys(("score", "pick"), "indexer"),
+    **dict.fromkeys(("score", "pick", "pick_rows"), "indexer"),
     "gate": "engram",
 }
 
@@ -834,9 +849,7 @@ def _stream_launches(point: Point) -> Iterator[_Launch]:
     shape, num_rows, device, bit_ops = point.shape, point.num_rows, point.device, point.bit_ops
     c = shape.config
     width = c.hidden_size
-    weights = [
-        hyper.split_mix_weight(synthetic.normal((24, 4 * width), 0.01, 90 + n, device)) for n in range(64)
-    ]
+    weights = [pack_mixes(synthetic.normal((24, 4 * width), 0.01, 90 + n, device)) for n in range(64)]
     streams = hyper.StreamBuffers(width, num_rows, device)
     streams.stream.normal_()
     outputs = synthetic.normal((num_rows * c.num_experts_per_tok, width), 1.0, 91, device).to(torch.bfloat16)
@@ -860,17 +873,122 @@ def _stream_launches(point: Point) -> Iterator[_Launch]:
         )
 
     size = weights[0].nbytes + 2 * streams.stream.nbytes
-    yield "mix after attention", "", after_attention, size
-    yield "mix after experts", "", after_experts, size + outputs.nbytes
-    for columns in (None, 256, 512, 1024):
+    size += 2 * streams.x.nbytes  # an output, or the shared expert's, and the collapsed rows
+    yield "mix after attention", "default", after_attention, size
+    yield "mix after experts", "default", after_experts, size + outputs.nbytes
 
-        def finish(number: int, columns: int | None = columns) -> None:
-            hyper.finish(
-                streams, norm, scale, base, iterations=20, norm_eps=1e-20, eps=1e-6, bit_ops=bit_ops,
-                most_columns=columns,
-            )  # fmt: skip
+    def finish(number: int) -> None:
+        hyper.finish(streams, norm, scale, base, iterations=20, norm_eps=1e-20, eps=1e-6, bit_ops=bit_ops)
 
-        yield "finish", f"{columns or 'default'} columns", finish, 4 * streams.x.nbytes
+    written = 5 * streams.codes.nbytes  # with what is read
+    yield "finish", "default", finish, written
+
+    def start(number: int) -> None:
+        hyper.start(streams, outputs[:num_rows], bit_ops=bit_ops)
+
+    yield "start", "", start, streams.stream.nbytes + streams.x.nbytes
+    if num_rows < FILLED_ROWS:
+        return
+
+    def expand(number: int) -> None:
+        hyper.mix(
+            streams, None, output=outputs, shared=streams.x, parts=c.num_experts_per_tok, bit_ops=bit_ops
+        )
+
+    yield "expand after experts", "default", expand, size + outputs.nbytes
+    for shares in _SHARES:
+
+        def mix(number: int, shares: int = shares, parts: int = 1) -> None:
+            output, shared = outputs[: num_rows * parts], streams.x if parts > 1 else None
+            many.mix_rows(streams, weights[number % 64], output, shared, None, parts=parts, shares=shares)
+
+        yield "mix after attention", f"{shares} shares", mix, size
+        yield (
+            "mix after experts", f"{shares} shares", partial(mix, parts=c.num_experts_per_tok), size + outputs.nbytes
+        )  # fmt: skip
+        end = partial(
+            many.finish_rows,
+            streams,
+            norm,
+            scale,
+            base,
+            iterations=20,
+            norm_eps=1e-20,
+            eps=1e-6,
+            shares=shares,
+        )
+        yield "finish", f"{shares} shares", lambda number, end=end: end(), written
+
+
+def _conversion_launches(point: Point) -> Iterator[_Launch]:
+    """What stands around the vendor's products of chunks; bytes are those that are read and written."""
+    shape, num_rows, device, bit_ops = point.shape, point.num_rows, point.device, point.bit_ops
+    if num_rows < FILLED_ROWS:
+        return
+    c, f = shape.config, shape.expert_width
+    width, low, grouped = c.hidden_size, c.q_lora_rank, shape.groups * shape.group_rank
+    products = prefill_linear.ProductBuffers(num_rows, width, grouped, device)
+    for columns, units in ((width, 16), (width, 32), (width, 64), (low, 32), (grouped, 32)):
+        codes, scales = _codes(num_rows, columns, 9, device)
+
+        def rows(number: int, codes: Tensor = codes, scales: Tensor = scales, units: int = units) -> None:
+            prefill_linear.expand_rows(codes, scales, products, units)
+
+        yield "rows as bf16", f"{columns} columns, {units} units", rows, 3 * codes.nbytes
+    for name, (out, columns) in {"qkv": (1792, width), "wq_b": (8192, low), "w2": (width, f)}.items():
+        weights = [synthetic.fp8_tiles(out, columns, 70 + n, device) for n in range(32)]
+
+        def weight(number: int, weights: list[Fp8Tiles] = weights, tiles: int = out // 128) -> None:
+            prefill_linear.expand_weight(weights[number % 32], 0, tiles, products)
+
+        yield "weight as bf16", name, weight, 3 * weights[0].codes.nbytes
+    cos = torch.rand(num_rows, c.qk_rope_head_dim // 2, device=device)
+    for heads, size in ((shape.heads, c.head_dim), (c.index_n_heads, c.index_head_dim)):
+        query = synthetic.normal((num_rows, heads * size), 1.0, 92, device).to(torch.bfloat16)
+
+        def turn(number: int, query: Tensor = query, size: int = size) -> None:
+            prefill_linear.turn(query, (cos, cos), size, bit_ops=bit_ops)
+
+        yield "turn", f"{heads} heads of {size}", turn, 4 * num_rows * heads * c.qk_rope_head_dim
+    w13 = synthetic.fp8_tiles(2 * f, width, 70, device)
+    w2 = synthetic.fp8_tiles(width, f, 71, device)
+    x, wide, activated, outputs = (
+        synthetic.normal((num_rows, columns), 1.0, 93, device).to(torch.bfloat16)
+        for columns in (width, 2 * f, f, width)
+    )
+
+    def shared(number: int) -> None:
+        prefill_linear.shared_expert(
+            x, w13, w2, wide, activated, outputs, products, c.swiglu_limit, bit_ops=bit_ops
+        )
+
+    yield "shared expert", "", shared, 2 * (x.nbytes + outputs.nbytes)
+    router = linear.pack_bf16(
+        synthetic.normal((c.n_routed_experts, width), 0.02, 60, device).to(torch.bfloat16)
+    )
+    logits = torch.zeros(num_rows, c.n_routed_experts, device=device)
+    for tiles in (None, 1, 2):
+
+        def plain(number: int, tiles: int | None = tiles) -> None:
+            prefill_linear.plain_product(x, router, logits, bit_ops=bit_ops, tiles_each=tiles)
+
+        yield "router of a chunk", f"{tiles or 'default'} tiles", plain, x.nbytes + logits.nbytes
+    yield from _selections(num_rows, c, device)
+
+
+def _selections(num_rows: int, c: ModelConfig, device: torch.device) -> Iterator[_Launch]:
+    """Choices among the entries of a prompt that begins with these rows."""
+    ratio = 2
+    scores = synthetic.normal((num_rows, num_rows // ratio), 1.0, 94, device).to(torch.bfloat16)
+    positions = torch.arange(num_rows, dtype=torch.int32, device=device)
+    slots = torch.zeros_like(positions)
+    table = torch.arange(num_rows // 64, dtype=torch.int32, device=device)[None]
+    picks = torch.zeros(num_rows, c.index_topk, dtype=torch.int32, device=device)
+
+    def select(number: int) -> None:
+        topk.select(scores, (slots, positions, table), picks, ratio=ratio, block_size=64)
+
+    yield "select", "", select, scores.nbytes // 2 + picks.nbytes
 
 
 def _attention_launches(point: Point) -> Iterator[_Launch]:
@@ -908,6 +1026,9 @@ def _attention_launches(point: Point) -> Iterator[_Launch]:
         yield "attend", label + (", default" if tuning == chosen else ""), run, size
 
 
+_SHARES = (2, 4, 5, 8, 10, 16)  # blocks of the streams of a chunk that share a row
+# Warpgroups and pairs an item of chunks' experts in CUDA C++.
+_NATIVE_CUTS = ((3, 96), (3, 80), (3, 64), (2, 128), (2, 112), (2, 96), (2, 80), (2, 64))
 # What is changed of the tuning of chunks' experts, and keys a block, stages and warps of their attention.
 _GROUPED_TUNINGS: tuple[dict[str, int], ...] = (
     {"rows": 32},
@@ -917,6 +1038,7 @@ _GROUPED_TUNINGS: tuple[dict[str, int], ...] = (
     {"rows": 128, "up_stages": 5, "down_stages": 5, "tiles": 2},
     {"rows": 256, "warps": 8},
     {"rows": 128, "warps": 8},
+    *({"rows": rows, "up_warpgroups": n, "down_warpgroups": n} for n, rows in _NATIVE_CUTS),
 )
 _ROWS_TUNINGS = ((64, 3, 4), (64, 2, 4), (64, 1, 4), (64, 3, 8))
 
@@ -931,13 +1053,16 @@ def _chunk_launches(point: Point) -> Iterator[_Launch]:
     chosen = torch.rand(num_rows, c.n_routed_experts, device=device).topk(c.num_experts_per_tok).indices
     weights = torch.rand(num_rows * c.num_experts_per_tok, device=device)
     expert_shape = experts.ExpertShape(c.hidden_size, f, c.n_routed_experts, c.num_experts_per_tok)
-    default = prefill_experts.grouped_tuning(expert_shape, num_rows)
-    for tuning in dict.fromkeys((default, *(replace(default, **changed) for changed in _GROUPED_TUNINGS))):
+    default = prefill_experts.grouped_tuning(expert_shape, num_rows, device)
+    triton = GroupedTuning()
+    for tuning in dict.fromkeys((default, *(replace(triton, **changed) for changed in _GROUPED_TUNINGS))):
         own = prefill_experts.GroupedBuffers(expert_shape, num_rows, device, tuning)
         own.activated.normal_()
         prefill_experts.sort_pairs(chosen.to(torch.int32), own)
         t = tuning
         label = f"{t.rows} rows {t.up_stages}/{t.down_stages} stages {t.tiles} tiles {t.warps} warps"
+        if tuning.is_native:
+            label = f"{t.rows} rows {t.up_warpgroups}/{t.down_warpgroups} warpgroups"
         label += ", default" if tuning == default else ""
 
         def up(number: int, own: prefill_experts.GroupedBuffers = own) -> None:
@@ -975,6 +1100,7 @@ _MAKERS: dict[str, Callable[[Point], Iterator[_Launch]]] = {
     "shared": _shared_launches,
     "router": _router_launches,
     "streams": _stream_launches,
+    "conversions": _conversion_launches,
     "attention": _attention_launches,
     "chunks": _chunk_launches,
 }

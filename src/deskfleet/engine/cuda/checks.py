@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.draft import DraftContext, DraftStep
-from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles, ungate, unpack_fp4, unpack_fp8
+from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles, ungate, unpack_fp4, unpack_fp8, unpack_mixes
 from deskfleet.engine.cuda.step import DecodeStep
 from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights
 from deskfleet.engine.ops import quant, reference
@@ -38,8 +38,8 @@ def matrix(tiles: Fp8Tiles) -> Tensor:
 
 
 def mix_matrix(weight: Tensor) -> Tensor:
-    """float64 [24, 4·M] of a split mix weight."""
-    parts = weight.cpu().to(torch.float64).permute(2, 1, 0, 3).reshape(48, -1)
+    """float64 [24, 4·M] of a packed mix weight."""
+    parts = unpack_mixes(weight.cpu()).to(torch.float64)
     return parts[:24] + parts[24:]
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deskfleet.engine.cuda.linear import block_rows, groups_of, num_splits
-from deskfleet.engine.cuda.native import products
+from deskfleet.engine.cuda.native import mixture
 from deskfleet.engine.cuda.packing import BLOCK_COLUMNS, TILE_ROWS, Fp4Tiles, Fp8Tiles
 from deskfleet.engine.cuda.tiles import (
     accumulate,
@@ -525,14 +525,14 @@ def all_experts(
     route_weights: Tensor, buffers: ExpertBuffers, shared: SharedBuffers, limit: float,
 ) -> None:  # fmt: skip
     """The routed experts and the shared one in two launches, for rows that linear.few says."""
-    work = products.Items(buffers.items, buffers.num_items, buffers.item_pairs)
+    work = mixture.Items(buffers.items, buffers.num_items, buffers.item_pairs)
     activated = buffers.activated, buffers.activated_scales
     shared_activated = shared.activated, shared.activated_scales
-    products.expert_up(
+    mixture.expert_up(
         x, x_scales, w13, shared_w13, work, route_weights, activated, shared_activated,
         num_chosen=buffers.shape.num_chosen, limit=limit,
     )  # fmt: skip
-    products.expert_down(activated, w2, shared_activated, shared_w2, work, buffers.outputs, shared.outputs)
+    mixture.expert_down(activated, w2, shared_activated, shared_w2, work, buffers.outputs, shared.outputs)
 
 
 __all__ = [

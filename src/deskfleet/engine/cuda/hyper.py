@@ -1,7 +1,9 @@
-"""Residual streams between two sub-layers (spec §5.1, §5.2). Owns two kernels and the splitting of their weights.
+"""Residual streams between two sub-layers (spec §5.1, §5.2). Owns their buffers and how they start, and two kernels for
+Triton's interpreter, in whose place a GPU runs those of native/.
 
     mix_kernel     expand a sub-layer's output into the stream, and in the same pass what the next one needs of it:
                    the collapsed row, its mean square, the raw mixes
+    start_kernel   the streams at the first layer
     finish_kernel  norm and FP8 quantisation of the collapsed row; beside it, the Sinkhorn iterations in registers
 
 The stream is bf16, so a float32 mix weight taken apart into two bf16 numbers (16 bits of its mantissa) gives products
@@ -15,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.native import streams
 from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, load_parts, to_bf16
 
@@ -23,7 +24,37 @@ BLOCK_ROWS = 16
 SLICE = 64  # columns of the model width that one program takes, of every copy
 _COPIES = 4
 _MIXES = 24
-_FINISH_COLUMNS = 1024  # at most, that one program takes; a quarter while programs are few
+_START_COLUMNS = 1024  # that one program takes
+_FINISH_COLUMNS = 1024  # at most, that one program takes
+
+
+@triton.jit
+def start_kernel(
+    rows,  # bf16 or float32 [T, M]
+    text,  # int32 [T], where HAS_IMAGES: 0 for rows that are taken from `images`
+    images,  # bf16 [T, M]
+    stream,  # bf16 [T, 4, M] out
+    pre,  # float32 [T, 4] out
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_IMAGES: tl.constexpr,
+    BIT_OPS: tl.constexpr,
+):
+    """One program: BLOCK columns of one row, which every copy begins as; a pre mix that reads copy 0 alone."""
+    row = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < M
+    value = tl.load(rows + row * M + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_IMAGES:
+        is_image = tl.load(text + row) == 0
+        image = tl.load(images + row * M + column, mask=inside & is_image, other=0.0).to(tl.float32)
+        value = tl.where(is_image, image, value)
+    value = to_bf16(value, BIT_OPS)
+    for copy in tl.static_range(4):
+        tl.store(stream + (row * 4 + copy) * M + column, value, mask=inside)
+    if tl.program_id(0) == 0:
+        number = tl.arange(0, 4)
+        tl.store(pre + row * 4 + number, tl.where(number == 0, 1.0, 0.0))
 
 
 @triton.jit(do_not_specialize=["tap_stride", "num_rows"])
@@ -34,7 +65,7 @@ def mix_kernel(
     post,  # float32 [T, 4]: of the sub-layer that made `output`
     comb,  # float32 [T, 4, 4]
     pre,  # float32 [T, 4]: how the stream collapses into the next sub-layer
-    weight,  # bf16 [M/64, 4, 48, 64] (split_mix_weight)
+    weight,  # bf16 [M/64, 4, 3, 2, 2, 32, 8] (packing.pack_mixes)
     collapsed,  # bf16 [T, M] out
     collapsed_squares,  # float32 [M/64, T] out
     stream_squares,  # float32 [M/64, T] out
@@ -130,8 +161,13 @@ def load_mix_weight(weight, slice_, COPY: tl.constexpr):
     """bf16 [64, 64]: rows 0-23 the upper parts of the weights of one copy, 32-55 the lower ones, the others zero."""
     number = tl.arange(0, 64)
     kept = (number % 32) < 24
-    at = weight + (slice_ * 4 + COPY) * 3072 + (number // 32 * 24 + number % 32)[:, None] * 64
-    return tl.load(at + tl.arange(0, 64)[None, :], mask=kept[:, None] & (number >= 0)[None, :], other=0.0)
+    row = number // 32 * 24 + number % 32
+    row_at = row // 16 * 1024 + row % 8 * 32 + row % 16 // 8 * 2
+    column = tl.arange(0, 64)
+    pair = column % 8 // 2
+    column_at = column // 32 * 512 + pair // 2 * 256 + column % 32 // 8 * 8 + pair % 2 * 4 + column % 2
+    at = weight + (slice_ * 4 + COPY) * 3072 + row_at[:, None] + column_at[None, :]
+    return tl.load(at, mask=kept[:, None] & (column >= 0)[None, :], other=0.0)
 
 
 @triton.jit
@@ -258,15 +294,6 @@ def store_row(at, row):
     tl.store(at + 3, d)
 
 
-def split_mix_weight(weight: Tensor) -> Tensor:
-    """float32 [24, 4·M] -> bf16 [M/64, 4, 48, 64]: the upper parts of all weights, then what they leave."""
-    upper = weight.to(torch.bfloat16)
-    lower = (weight - upper.to(torch.float32)).to(torch.bfloat16)
-    both = torch.cat((upper, lower)).unflatten(1, (_COPIES, -1, SLICE))  # (48, 4, M/64, 64)
-    packed: Tensor = both.permute(2, 1, 0, 3).contiguous()
-    return packed
-
-
 class StreamBuffers:
     """The stream of one batch size and what the kernels leave for each other. `mix` reads `pre`, `post` and
     `comb` before `finish` replaces them: a sub-layer's pre mix is used by the one after it."""
@@ -292,6 +319,19 @@ class StreamBuffers:
         self.comb = floats(num_rows, _COPIES, _COPIES)
 
 
+def start(
+    buffers: StreamBuffers, rows: Tensor, *, bit_ops: bool, images: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """The streams of rows [T, M], bf16 or float32. `images`: int32 [T], 0 for rows of images, and bf16 [T, M], which
+    these are."""
+    text, others = images or (rows, rows)
+    block = min(triton.next_power_of_2(buffers.width), _START_COLUMNS)
+    start_kernel[(triton.cdiv(buffers.width, block), buffers.num_rows)](
+        rows, text, others, buffers.stream, buffers.pre, M=buffers.width, BLOCK=block, HAS_IMAGES=images is not None,
+        BIT_OPS=bit_ops, num_warps=4,
+    )  # fmt: skip
+
+
 def mix(
     buffers: StreamBuffers,
     weight: Tensor | None,
@@ -307,7 +347,7 @@ def mix(
     `output` is bf16 [T * parts, M], or the parts of a split sum float32 [splits, T, M].
     """
     width, stream = buffers.width, buffers.stream
-    if linear.few(stream, bit_ops=bit_ops):
+    if not bit_ops:
         streams.mix(buffers, weight, output, shared, taps, parts=parts)
         return
     mix_kernel[(width // SLICE, triton.cdiv(buffers.num_rows, BLOCK_ROWS))](
@@ -348,17 +388,14 @@ def finish(
     norm_eps: float,
     eps: float,
     bit_ops: bool,
-    most_columns: int | None = None,
 ) -> None:
     """x, codes and scales of the collapsed row; pre (for the sub-layer after this one), post and comb."""
-    if linear.few(buffers.x, bit_ops=bit_ops):
+    if not bit_ops:
         streams.finish(buffers, norm, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
         return
     width = buffers.width
     slices = width // SLICE
-    if most_columns is None:
-        most_columns = _FINISH_COLUMNS // 4 if buffers.num_rows <= 16 else _FINISH_COLUMNS
-    columns = min(width & -width, most_columns)  # the greatest power of two that divides the width
+    columns = min(width & -width, _FINISH_COLUMNS)  # the greatest power of two that divides the width
     finish_kernel[(width // columns + 1, buffers.num_rows)](
         buffers.collapsed,
         buffers.collapsed_squares,
@@ -382,9 +419,8 @@ def finish(
         NORM_EPS=norm_eps,
         EPS=eps,
         BIT_OPS=bit_ops,
-        num_warps=1,  # nothing waits at a barrier
+        num_warps=1,
     )
-    return None
 
 
 __all__ = [
@@ -395,5 +431,6 @@ __all__ = [
     "finish_kernel",
     "mix",
     "mix_kernel",
-    "split_mix_weight",
+    "start",
+    "start_kernel",
 ]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deskfleet.engine.cuda import hyper, linear
-from deskfleet.engine.cuda.packing import GROUP, TILE_ROWS, Fp4Tiles, Fp8Tiles, pack_fp4, pack_fp8
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.packing import GROUP, TILE_ROWS, Fp4Tiles, Fp8Tiles, pack_fp4, pack_fp8, pack_mixes
 from deskfleet.engine.cuda.synthetic import DraftWeights, LayerWeights, MixWeights
 from deskfleet.engine.ops.quant import Fp4Matrix
 from deskfleet.engine.weights import ShardReader
@@ -190,7 +190,7 @@ class _Loader:
 
     def mixes(self, name: str, norm: str) -> MixWeights:
         return MixWeights(
-            hyper.split_mix_weight(self.float32(f"{name}_fn")),
+            pack_mixes(self.float32(f"{name}_fn")),
             self.float32(f"{name}_scale"),
             self.float32(f"{name}_base"),
             self.float32(norm),

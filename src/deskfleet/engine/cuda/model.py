@@ -1,10 +1,11 @@
-"""The model of one rank on a GPU: segments in, logits out. Owns how a step of requests becomes steps of the device.
+"""The model of one rank on a GPU: segments in, tokens out. Owns how a step of requests becomes steps of the device.
 
 Decoding runs steps of exactly as many rows as are asked for; prompts run in pieces of a few sizes, filled up with rows
 of nobody, which leave nothing. A size's buffers share one memory (workspace.py), and its launches become a graph when
-it is first used. Engram rows are asked of the disk when a step begins and lie on the host until a piece takes them;
-logits go back to the host, where the sampler is. Drafts are made on the device from the anchor to the last of a block;
-their logits go to the host where somebody samples. Knows nothing of requests' ends.
+it is first used. Engram rows are asked of the disk when a step begins and lie on the host until a piece takes them.
+Tokens are chosen where the logits are (sampling.py); to the host go logits of the rows that want them, and of those few
+that are left to it. Drafts are made on the device from the anchor to the last of a block; their logits go to the host
+where somebody samples. Knows nothing of requests' ends.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from deskfleet.engine.cuda.loader import ModelWeights, RankShape, load_drafts, l
 from deskfleet.engine.cuda.pages import DevicePages
 from deskfleet.engine.cuda.prefill import LONE_ROWS, PrefillStep, lay_out, num_places
 from deskfleet.engine.cuda.prefill_replay import EncoderStep, PrefillEncoderStep, ReplayStep
+from deskfleet.engine.cuda.sampling import NUM_DRAW, draw_of, num_searches
 from deskfleet.engine.cuda.step import DECODE_LOGITS, DecodeStep
 from deskfleet.engine.cuda.support import check_model
 from deskfleet.engine.cuda.synthetic import DraftWeights
@@ -34,8 +36,10 @@ from deskfleet.engine.distributed import Communicator
 from deskfleet.engine.messages import DraftRequest
 from deskfleet.engine.model.draft import Proposal
 from deskfleet.engine.model.engram import EngramRows, Tables
-from deskfleet.engine.speculate import draft_coins, draft_temperature
+from deskfleet.engine.sampler import draw_temperature
+from deskfleet.engine.speculate import draft_coins
 from deskfleet.engine.tables import NULL_BLOCK, BlockTables, TableUpdate
+from deskfleet.engine.wanted import Choice, Outcome, choose
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import EngineError
 from deskfleet.model.cache_formats import CacheFormats
@@ -76,6 +80,21 @@ class _Tail:
 
     rows: np.ndarray
     window_from: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The rows of a step of which something is wanted, int64 [R + C]: `choices` of the last, logits of the others; and
+    whether anybody here wants it."""
+
+    rows: np.ndarray
+    choices: Sequence[Choice]
+    is_read: bool
+
+    @property
+    def num_known(self) -> int:
+        """Rows whose logits are wanted."""
+        return len(self.rows) - len(self.choices)
 
 
 class CudaModel:
@@ -129,6 +148,7 @@ class CudaModel:
         self._steps: dict[tuple[int, bool, bool], tuple[DecodeStep, DraftContext | None]] = {}
         self._launches: dict[tuple[int, bool, bool], Callable[[], None]] = {}
         self._replay: tuple[ReplayStep, Callable[[], None]] | None = None
+        self._draw_launches: dict[tuple[DecodeStep, int], Callable[[], None]] = {}
         self._draft_steps: dict[int, DraftStep] = {}
         self._draft_launches: dict[tuple[int, bool], Callable[[], None]] = {}
         most = max(n for n, _ in sizes)
@@ -157,6 +177,8 @@ class CudaModel:
         self._lone = torch.zeros(LONE_ROWS, dtype=torch.int32, pin_memory=pinned)
         most_logits = max(min(most, DECODE_LOGITS), self._most_short)
         self._logits = torch.zeros(most_logits, self._num_logits, pin_memory=pinned)
+        self._draws_of_rows = torch.zeros(most_logits, NUM_DRAW, dtype=torch.float64, pin_memory=pinned)
+        self._chosen = torch.zeros(most_logits, 2, dtype=torch.int32, pin_memory=pinned)
         self._most_drafted = draft_sizes(limits.max_num_seqs)[-1] if with_drafts else 0
         drafted = self._most_drafted, config.dspark_block_size
         self._draft_tokens = torch.zeros(drafted[0], drafted[1] + 1, dtype=torch.int64, pin_memory=pinned)
@@ -174,31 +196,36 @@ class CudaModel:
         logit_rows: Sequence[int],
         updates: Sequence[TableUpdate],
         image_rows: Tensor | None = None,
-    ) -> Tensor:
+        *,
+        choices: Sequence[Choice] = (),
+        is_read: bool = True,
+    ) -> Outcome:
         """Run every layer over the rows of `segments`, `image_rows` bf16 [N, M] in the place of those of images. Logits
-        float32 [R, V] of `logit_rows`, on the host, for as long as nothing else is run; [R, V_local] without a group.
+        [R, V] are [R, V_local] without a group. Unless it `is_read`, the outcome stays on the device.
 
         `tables` has taken over `updates` already. Raises EngineError when the disk fails.
         """
         rows = self._rows(builder, segments, image_rows)
         self.pages.prepare(tables, updates, segments)
-        num_rows, wanted = len(rows.ids), np.asarray(logit_rows, dtype=np.int64)
+        num_rows = len(rows.ids)
+        wanted = _Wanted(np.array([*logit_rows, *(c.row for c in choices)], np.int64), choices, is_read)
         if num_rows <= self._most_short and all(self._is_short(segment) for segment in segments):
             step = self._run_piece(rows, 0, num_rows, num_rows, long=False)
-            all_logits = self._fetched(step, num_rows)
-            return all_logits if np.array_equal(wanted, np.arange(num_rows)) else all_logits[wanted]
-        logits = torch.empty(len(wanted), self._num_logits)
+            logits, chosen = self._taken(step, wanted.rows, np.arange(len(wanted.rows)), wanted)
+            return Outcome(logits, chosen[:, 0], chosen[:, 1])
+        logits = torch.empty(wanted.num_known, self._num_logits)
+        chosen = np.zeros((len(choices), 2), np.int64)
         tail = self._tail(builder, segments)
         for start, stop in self._pieces(rows):
             size = self._size_for(stop - start)
             step = self._run_piece(rows, start, stop, size, long=True, to_decoder=tail is not None)
             if tail is None:
-                self._take_logits(step, np.arange(start, stop), wanted, logits)
+                self._run_heads(step, np.arange(start, stop), wanted, logits, chosen)
                 continue
             for some in self._replayed(tail, start, stop):
                 replay = self._run_replay(step, rows, tail, some, start)
-                self._take_logits(replay, tail.rows[some], wanted, logits)
-        return logits
+                self._run_heads(replay, tail.rows[some], wanted, logits, chosen)
+        return Outcome(logits, chosen[:, 0], chosen[:, 1])
 
     def _pieces(self, rows: _Rows) -> Iterator[tuple[int, int]]:
         """Rows that are run at a time: as many as the largest step takes, of requests whose entries have room there."""
@@ -239,13 +266,20 @@ class CudaModel:
         for begin in range(int(first), int(end), REPLAYED_ROWS):
             yield slice(begin, min(begin + REPLAYED_ROWS, int(end)))
 
-    def _take_logits(self, step: DecodeStep, rows: np.ndarray, wanted: np.ndarray, logits: Tensor) -> None:
-        """Logits of those of `rows` int64 [R], which the step has just run, that are `wanted`."""
-        inside = np.flatnonzero(np.isin(wanted, rows))
+    def _run_heads(
+        self, step: DecodeStep, rows: np.ndarray, wanted: _Wanted, logits: Tensor, chosen: np.ndarray
+    ) -> None:
+        """What is wanted of those of `rows` int64 [T] that the step has just run, into `logits` [R, V] and `chosen`
+        int64 [C, 2]."""
+        inside = np.flatnonzero(np.isin(wanted.rows, rows))
         for first in range(0, len(inside), step.num_logits):
             some = inside[first : first + step.num_logits]
-            self._run_head(step, np.searchsorted(rows, wanted[some]))
-            logits[torch.from_numpy(some)] = self._fetched(step, len(some))
+            self._run_head(step, np.searchsorted(rows, wanted.rows[some]))
+            known = some < wanted.num_known
+            found, tokens = self._taken(step, np.arange(len(some)), some, wanted)
+            if wanted.is_read:
+                logits[torch.from_numpy(some[known])] = found
+                chosen[some[~known] - wanted.num_known] = tokens
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
@@ -267,6 +301,7 @@ class CudaModel:
         """Close the Engram files, and leave the group: first go the graphs that have its exchanges in them."""
         self.tables.close()
         self._launches.clear()
+        self._draw_launches.clear()
         self._draft_launches.clear()
         self._replay = None
         self.group.leave()
@@ -306,7 +341,7 @@ class CudaModel:
         tokens[:count, 0] = [r.token_id for r in requests] or 0
         anchors[:count] = [(r.slot, r.position, r.window_from) for r in requests] or (self.pages.nobody, 0, 0)
         for row, request in enumerate(requests):
-            draws[row, 0] = draft_temperature(request.temperature)
+            draws[row, 0] = draw_temperature(request.temperature)
             if request.temperature > 0:
                 draws[row, 1:] = draft_coins(request.seed, request.place, step.length)
         step.tokens.copy_(self._draft_tokens[:count], non_blocking=True)
@@ -348,11 +383,12 @@ class CudaModel:
     def _run_piece(
         self, rows: _Rows, start: int, stop: int, size: int, *, long: bool, to_decoder: bool = False
     ) -> DecodeStep:
-        """Run rows start..stop-1 in a step of `size` rows; what is missing is nobody's. The step has ended."""
+        """Run rows start..stop-1 in a step of `size` rows; what is missing is nobody's. A `long` one has ended."""
         step, launch = self._step(size, long, to_decoder)
         self._fill(step, rows, start, stop)
         launch()
-        self._wait()
+        if long:
+            self._wait()
         self.num_layers_run += self.config.num_hidden_layers
         return step
 
@@ -396,11 +432,60 @@ class CudaModel:
         step.logit_rows.copy_(self._logit_rows[: step.num_logits], non_blocking=True)
         step.run_head()
 
-    def _fetched(self, step: DecodeStep, count: int) -> Tensor:
-        """The step's first `count` rows of logits in the host's buffer."""
-        self._logits[:count].copy_(step.vocabulary_logits[:count], non_blocking=True)
+    def _taken(
+        self, step: DecodeStep, places: np.ndarray, numbers: np.ndarray, wanted: _Wanted
+    ) -> tuple[Tensor, np.ndarray]:
+        """The wanted rows `numbers` int64 [N], which lie in places `places` of the step's head: logits of those that
+        want them, in the host's buffer, and of the others int64 [C, 2], token and number of logits that are not finite.
+        The step has ended."""
+        known = int((numbers < wanted.num_known).sum())
+        if not wanted.is_read:
+            self._wait()
+            return self._logits[:0], np.zeros((0, 2), np.int64)
+        choices = [wanted.choices[number - wanted.num_known] for number in numbers[known:]]
+        self._draw(step, places[known:], choices)
+        self._fetch(step, places[:known], 0)
+        if choices:
+            self._chosen[: step.num_logits].copy_(step.sampling.chosen, non_blocking=True)
         self._wait()
-        return self._logits[:count]
+        chosen = self._chosen.numpy()[places[known:]].astype(np.int64)
+        left = np.flatnonzero((chosen[:, 0] < 0) & (chosen[:, 1] == 0))
+        if len(left):
+            self._fetch(step, places[known + left], known)
+            self._wait()
+            for row, number in enumerate(left):
+                chosen[number, 0] = choose(self._logits[known + row].numpy(), choices[number])
+        return self._logits[:known], chosen
+
+    def _fetch(self, step: DecodeStep, places: np.ndarray, first: int) -> None:
+        """Begin to copy logits of `places` of the step's head to the host's buffer, from its row `first` on."""
+        begin = 0
+        for end in range(1, len(places) + 1):  # as many at a time as lie one after another
+            if end < len(places) and places[end] == places[end - 1] + 1:
+                continue
+            there = step.vocabulary_logits[int(places[begin]) : int(places[end - 1]) + 1]
+            self._logits[first + begin : first + end].copy_(there, non_blocking=True)
+            begin = end
+
+    def _draw(self, step: DecodeStep, places: np.ndarray, choices: Sequence[Choice]) -> None:
+        """Begin to draw the tokens of `places` of the step's head that are not the likeliest."""
+        drawn = [(int(n), c) for n, c in zip(places, choices, strict=True) if c.sampling.temperature > 0]
+        if not drawn:
+            return
+        draws, searches = self._draws_of_rows[: step.num_logits].numpy(), 0
+        draws[:] = 0
+        for place, choice in drawn:
+            params = choice.sampling
+            draws[place] = draw_of(params, choice.coin)
+            searches = max(searches, num_searches(params, self._num_logits))
+        step.sampling.draws.copy_(self._draws_of_rows[: step.num_logits], non_blocking=True)
+        key = step, searches
+        if key not in self._draw_launches:
+            launch = partial(step.run_draws, searches)
+            if self.graphs:
+                launch()
+            self._draw_launches[key] = self._captured(launch) if self.graphs else launch
+        self._draw_launches[key]()
 
     def _fill(self, step: DecodeStep, rows: _Rows | None, start: int, stop: int) -> None:
         """Put rows start..stop-1 into the step's inputs; without `rows`, nobody's."""

@@ -155,6 +155,23 @@ def unpack_fp8(tiles: Fp8Tiles) -> tuple[Tensor, Tensor]:
     return codes[:rows], scales[: -(-rows // GROUP), : columns // GROUP]
 
 
+def pack_mixes(weight: Tensor) -> Tensor:
+    """float32 [24, 4·M] -> bf16 [M/64, 4, 3, 2, 2, 32, 8], 48 rows for 64 columns of each copy: the upper parts of all
+    weights, then what they leave. By 16 rows, 32 columns and one of their two products the operands of 32 lanes:
+    columns of rows g and g + 8, then two more of both, as mma.m16n8k16 takes them."""
+    upper = weight.to(torch.bfloat16)
+    lower = (weight - upper.to(torch.float32)).to(torch.bfloat16)
+    # Tile of rows, row or the one 8 below, g; copy, 64 columns; half of them, t, product, first or second two, which.
+    both = torch.cat((upper, lower)).view(3, 2, 8, 4, -1, 2, 4, 2, 2, 2)
+    return both.permute(4, 3, 0, 5, 7, 2, 6, 8, 1, 9).reshape(-1, 4, 3, 2, 2, 32, 8)
+
+
+def unpack_mixes(packed: Tensor) -> Tensor:
+    """The parts of `pack_mixes`: bf16 [48, 4·M]."""
+    places = packed.view(-1, 4, 3, 2, 2, 8, 4, 2, 2, 2)
+    return places.permute(2, 8, 5, 1, 0, 3, 6, 4, 7, 9).reshape(48, -1)
+
+
 def ungate(weight: Tensor) -> Tensor:
     """Rows [2F, ...] of gated tiles, 64 of w1 then 64 of w3, as w1 over w3."""
     order = _tile_order(len(weight), True, weight.device)
@@ -195,8 +212,10 @@ __all__ = [
     "Fp8Tiles",
     "pack_fp4",
     "pack_fp8",
+    "pack_mixes",
     "scale_words",
     "ungate",
     "unpack_fp4",
     "unpack_fp8",
+    "unpack_mixes",
 ]

@@ -225,7 +225,7 @@ class PrefillStep(DecodeStep):
             BLOCK_PAIRS=16,
             BM=e.tuning.rows,
             **image_arguments(self._of_images(layer)),
-            num_warps=4,
+            num_warps=1,  # rows are many, and none waits at a barrier
         )
         sort_pairs(self.chosen, e, first_expert=first)
 

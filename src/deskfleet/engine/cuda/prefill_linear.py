@@ -22,16 +22,20 @@ from torch import Tensor
 from deskfleet.engine.cuda.linear import BF16_BLOCK_COLUMNS
 from deskfleet.engine.cuda.packing import TILE_ROWS, Fp8Tiles
 from deskfleet.engine.cuda.prefill_experts import UNIT
-from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, to_bf16
+from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, scales_at, to_bf16
 
 WEIGHT_ELEMENTS = 16 << 20
 """bf16 weights that are there at a time: half of what the L2 of an H200 holds. A larger matrix is taken in parts."""
 
+_HEADS = 32  # that one program rotates
+_WIDE_TILES = 528  # of 64 outputs of 128 rows: from so many on a program takes two
+
 
 @triton.jit
-def source_column(place):
-    """Which of 64 columns lies at `place` of the permuted order."""
-    return place // 32 * 32 + place % 16 * 2 + place % 32 // 16
+def parted(values, N: tl.constexpr):
+    """Elements of N times 64 neighbouring columns -> the even and the odd ones [N, 2, 16]: of every 32 they follow each
+    other in the permuted order. A thread that has 16 columns stores 8 of each at once."""
+    return tl.split(tl.reshape(values, (N, 2, 16, 2)))
 
 
 @triton.jit(do_not_specialize=["num_units"])
@@ -47,15 +51,17 @@ def rows_kernel(
     PER_ROW: tl.constexpr = K // 64
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     live = (unit < num_units)[:, None]
-    place = tl.arange(0, 64)
     first = unit.to(tl.int64)[:, None] * 64
-    values = tl.load(codes + first + source_column(place)[None, :], mask=live, other=0.0).to(tl.float32)
+    values = tl.load(codes + first + tl.arange(0, 64)[None, :], mask=live, other=0.0).to(tl.float32)
+    half = tl.arange(0, 2)[None, :]
     row = (unit // PER_ROW).to(tl.int64)[:, None]
-    group = (unit % PER_ROW * 2)[:, None] + place[None, :] // 32
+    group = (unit % PER_ROW * 2)[:, None] + half
     bits = tl.load(scales + row * (4 * ((K + 127) // 128)) + group, mask=live, other=0).to(tl.int32) << 23
-    tl.store(
-        out + first + place[None, :], (values * bits.to(tl.float32, bitcast=True)).to(tl.bfloat16), mask=live
-    )
+    scale = bits.to(tl.float32, bitcast=True)[:, :, None]
+    even, odd = parted(values, UNITS)
+    at = out + (first + half * 32)[:, :, None] + tl.arange(0, 16)[None, None, :]
+    tl.store(at, (even * scale).to(tl.bfloat16), mask=live[:, :, None])
+    tl.store(at + 16, (odd * scale).to(tl.bfloat16), mask=live[:, :, None])
 
 
 @triton.jit(do_not_specialize=["first_tile"])
@@ -73,46 +79,50 @@ def weights_kernel(
     unit = tl.program_id(0)
     tile = tl.program_id(1) + first_tile
     row = tl.arange(0, 128)
-    place = tl.arange(0, 64)
-    at = codes + (tile * NUM_UNITS + unit).to(tl.int64) * (4096 if IS_PAIRED else 8192)
+    words = tl.load(scales + (tile * 4 + row // 32) * WORDS + unit // 2)
+    out_at = out + (tl.program_id(1) * 128 + row).to(tl.int64) * K + unit * 64
+    first = (tile * NUM_UNITS + unit).to(tl.int64)
     if IS_PAIRED:
-        column = place
-        words = tl.load(at + row[:, None] * 32 + (place % 32)[None, :])
-        byte = (words >> (place // 32 * 8)[None, :]) & 0xFF
-        values = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        pairs = tl.reshape(tl.load(codes + first * 4096 + tl.arange(0, 4096)), (128, 32))
+        at = out_at[:, None] + tl.arange(0, 32)[None, :]
+        for half in tl.static_range(2):
+            byte = ((pairs >> (8 * half)) & 0xFF).to(tl.uint8)
+            values = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            scale = scales_at(words, unit % 2 * 2 + half)[:, None]
+            tl.store(at + 32 * half, (values * scale).to(tl.bfloat16))
     else:
-        column = source_column(place)
-        values = tl.load(at + (column // 32 * 4096 + column % 32)[None, :] + row[:, None] * 32).to(tl.float32)
-    words = tl.load(scales + (tile * 4 + row // 32) * WORDS + unit // 2)[:, None]
-    shift = ((unit % 2) * 2 + column // 32)[None, :] * 8
-    scale = (((words >> shift) & 0xFF) << 23).to(tl.float32, bitcast=True)
-    out_at = out + (tl.program_id(1) * 128 + row).to(tl.int64)[:, None] * K + unit * 64 + place[None, :]
-    tl.store(out_at, (values * scale).to(tl.bfloat16))
+        values = tl.load(codes + first * 8192 + tl.arange(0, 8192)).to(tl.float32)
+        even, odd = tl.split(tl.reshape(values, (2, 128, 16, 2)))  # as of `parted`, a half of all rows first
+        half = tl.arange(0, 2)[:, None]
+        scale = scales_at(words[None, :], unit % 2 * 2 + half)[:, :, None]
+        at = (out_at[None, :] + half * 32)[:, :, None] + tl.arange(0, 16)[None, None, :]
+        tl.store(at, (even * scale).to(tl.bfloat16))
+        tl.store(at + 16, (odd * scale).to(tl.bfloat16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def turn_kernel(
     x,  # bf16 [T, HEADS, D], changed in place
     cos,  # float32 [T, ROPE/2]
     sin,
+    num_heads,  # T * HEADS
     HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    N: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
-    """One program a row: the last ROPE elements of its heads (oracle: reference.apply_rope)."""
-    row = tl.program_id(0)
-    head = tl.arange(0, BLOCK_HEADS)
-    pair = tl.arange(0, ROPE // 2)
-    mask = (head < HEADS)[:, None] & (pair >= 0)[None, :]
-    at = x + (row.to(tl.int64) * HEADS + head)[:, None] * D + (D - ROPE) + 2 * pair[None, :]
-    even = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    odd = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(cos + row * (ROPE // 2) + pair)[None, :]
-    s = tl.load(sin + row * (ROPE // 2) + pair)[None, :]
-    tl.store(at, to_bf16(even * c - odd * s, BIT_OPS), mask=mask)
-    tl.store(at + 1, to_bf16(even * s + odd * c, BIT_OPS), mask=mask)
+    """One program: the last ROPE elements of N heads (oracle: reference.apply_rope)."""
+    head = tl.program_id(0) * N + tl.arange(0, N)
+    live = (head < num_heads)[:, None]
+    at = x + head.to(tl.int64)[:, None] * D + (D - ROPE) + tl.arange(0, ROPE)[None, :]
+    value = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(value, (N, ROPE // 2, 2)))
+    turn = (head // HEADS)[:, None] * (ROPE // 2) + tl.arange(0, ROPE // 2)[None, :]
+    c = tl.load(cos + turn, mask=live, other=0.0)
+    s = tl.load(sin + turn, mask=live, other=0.0)
+    value = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), (N, ROPE))
+    tl.store(at, to_bf16(value, BIT_OPS), mask=live)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,8 +139,7 @@ def swiglu_kernel(
     tile = tl.program_id(0)
     rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     live = (rows < num_rows)[:, None]
-    place = tl.arange(0, 64)
-    at = x + rows[:, None] * (2 * F) + tile * 128 + source_column(place)[None, :]
+    at = x + rows[:, None] * (2 * F) + tile * 128 + tl.arange(0, 64)[None, :]
     gate = tl.minimum(tl.load(at, mask=live, other=0.0).to(tl.float32), limit)
     up = tl.load(at + 64, mask=live, other=0.0).to(tl.float32)
     up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -138,8 +147,11 @@ def swiglu_kernel(
     groups = tl.reshape(value, (BM, 2, 32))
     bits = fp8_scale(tl.max(tl.abs(groups), 2))[:, :, None]
     groups = fp8_codes(groups, bits, BIT_OPS).to(tl.float32) * bits.to(tl.float32, bitcast=True)
-    out_at = out + rows[:, None] * F + tile * 64 + place[None, :]
-    tl.store(out_at, tl.reshape(groups, (BM, 64)).to(tl.bfloat16), mask=live)
+    even, odd = parted(groups, BM)
+    half = tl.arange(0, 2)[None, :, None]
+    out_at = out + rows[:, None, None] * F + tile * 64 + half * 32 + tl.arange(0, 16)[None, None, :]
+    tl.store(out_at, even.to(tl.bfloat16), mask=live[:, :, None])
+    tl.store(out_at + 16, odd.to(tl.bfloat16), mask=live[:, :, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -178,18 +190,20 @@ def plain_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     BM: tl.constexpr,
+    BN: tl.constexpr,
     STAGES: tl.constexpr,
     BIT_OPS: tl.constexpr,
 ):
-    """One program: 64 outputs of BM rows (oracle: reference.linear_f32)."""
+    """One program: BN outputs of BM rows, whole tiles of 64 (oracle: reference.linear_f32)."""
     NUM_BLOCKS: tl.constexpr = K // 64
-    tile = tl.program_id(0)
+    output = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     live = (rows < num_rows)[:, None]
     column = tl.arange(0, 64)
     x_at = x + rows[:, None] * K + column[None, :]
-    weight_at = weight + tile * (NUM_BLOCKS * 4096) + column[None, :] * 64 + column[:, None]
-    acc = tl.zeros((BM, 64), tl.float32)
+    tile = tl.minimum(output // 64, (N - 1) // 64)
+    weight_at = weight + (tile * (NUM_BLOCKS * 4096) + output % 64 * 64)[None, :] + column[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
     for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
         x_part = tl.load(x_at + block * 64, mask=live, other=0.0)
         weights = tl.load(weight_at + block * 4096)  # [columns, outputs]
@@ -197,7 +211,6 @@ def plain_kernel(
             acc += tl.dot(x_part.to(tl.float32), weights.to(tl.float32))
         else:
             acc = tl.dot(x_part, weights, acc)
-    output = tile * 64 + column
     tl.store(out + rows[:, None] * N + output[None, :], acc, mask=live & (output < N)[None, :])
 
 
@@ -213,13 +226,14 @@ class ProductBuffers:
         self.groups = torch.zeros(num_rows * grouped, dtype=torch.bfloat16, device=device)
 
 
-def expand_rows(codes: Tensor, scales: Tensor, buffers: ProductBuffers) -> Tensor:
-    """FP8 [T, K] with scale words -> bf16 [T, K], permuted, for as long as nothing else is expanded."""
+def expand_rows(codes: Tensor, scales: Tensor, buffers: ProductBuffers, units: int = 32) -> Tensor:
+    """FP8 [T, K] with scale words -> bf16 [T, K], permuted, for as long as nothing else is expanded. `units` of 64
+    columns a program."""
     num_rows, columns = codes.shape
     out = buffers.rows[: num_rows * columns].view(num_rows, columns)
     num_units = num_rows * columns // UNIT
-    rows_kernel[(triton.cdiv(num_units, 32),)](
-        codes, scales.view(torch.uint8), out, num_units, K=columns, UNITS=32, num_warps=4
+    rows_kernel[(triton.cdiv(num_units, units),)](
+        codes, scales.view(torch.uint8), out, num_units, K=columns, UNITS=units, num_warps=4
     )
     return out
 
@@ -235,7 +249,7 @@ def expand_weight(weight: Fp8Tiles, first_tile: int, num_tiles: int, buffers: Pr
         first_tile,
         K=columns,
         IS_PAIRED=weight.codes.dtype == torch.int16,
-        num_warps=4,
+        num_warps=8,
     )
     return out
 
@@ -254,9 +268,9 @@ def product(x: Tensor, weight: Fp8Tiles, out: Tensor, buffers: ProductBuffers) -
 def turn(x: Tensor, rope: tuple[Tensor, Tensor], head: int, *, bit_ops: bool) -> None:
     """Rotate the end of every `head` elements of x bf16 [T, N] in place; rope float32 [T, ROPE/2]."""
     heads = x.shape[1] // head
-    turn_kernel[(len(x),)](
-        x, *rope, HEADS=heads, BLOCK_HEADS=triton.next_power_of_2(heads), D=head, ROPE=2 * rope[0].shape[1],
-        BIT_OPS=bit_ops, num_warps=4,
+    turn_kernel[(triton.cdiv(len(x) * heads, _HEADS),)](
+        x, *rope, len(x) * heads, HEADS=heads, D=head, ROPE=2 * rope[0].shape[1], N=_HEADS, BIT_OPS=bit_ops,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -313,12 +327,16 @@ def grouped_product(
     )
 
 
-def plain_product(x: Tensor, weight: Tensor, out: Tensor, *, bit_ops: bool) -> None:
-    """x bf16 [T, K], weight of `linear.pack_bf16` -> out float32 [T, N]."""
+def plain_product(
+    x: Tensor, weight: Tensor, out: Tensor, *, bit_ops: bool, tiles_each: int | None = None
+) -> None:
+    """x bf16 [T, K], weight of `linear.pack_bf16` -> out float32 [T, N]; a program takes `tiles_each` tiles."""
     tiles, blocks = weight.shape[:2]
-    plain_kernel[(tiles, triton.cdiv(len(x), 128))](
-        x, weight, out, len(x), K=blocks * BF16_BLOCK_COLUMNS, N=out.shape[1], BM=128, STAGES=4, BIT_OPS=bit_ops,
-        num_warps=4,
+    if tiles_each is None:  # two, where all processors have some
+        tiles_each = 2 if tiles * len(x) >= _WIDE_TILES * 128 else 1
+    plain_kernel[(triton.cdiv(tiles, tiles_each), triton.cdiv(len(x), 128))](
+        x, weight, out, len(x), K=blocks * BF16_BLOCK_COLUMNS, N=out.shape[1], BM=128, BN=64 * tiles_each, STAGES=4,
+        BIT_OPS=bit_ops, num_warps=4 * tiles_each,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One step of one rank, from token ids to logits, without the host (spec §5.3).
+"""One step of one rank, from token ids to logits and tokens, without the host (spec §5.3).
 
 Owns the static buffers of one batch size and the order of launches; every launch has the same shape whatever the data,
 so the whole can be captured as one graph. Where ranks add up what each has of a row (embeddings, attention's output,
@@ -38,6 +38,7 @@ from deskfleet.engine.cuda import (
 )
 from deskfleet.engine.cuda.collectives import DeviceGroup
 from deskfleet.engine.cuda.packing import Fp8Tiles
+from deskfleet.engine.cuda.sampling import Sampling
 from deskfleet.engine.cuda.synthetic import LayerWeights, MixWeights
 from deskfleet.engine.ops.records import ENTRY, INDEX_KEY, WINDOW
 from deskfleet.engine.ops.rope import RopeTable
@@ -177,7 +178,7 @@ class DecodeStep:
         wanted = bf16(self.num_logits if long else 0, width)
         self.wanted = wanted if long else self.streams.x
         self._make_logits()
-        self.sampled = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
+        self.sampling = Sampling(self.num_logits, self.vocabulary_logits.shape[1], device)
         self.alive = ints(num_rows).fill_(1)
         # int32 [T], 0 for rows of images, whose embeddings lie in `image_rows` then; decoding has none.
         self.sees = long and c.vision is not None
@@ -355,11 +356,16 @@ class DecodeStep:
         )
 
     def run_head(self) -> None:
-        """Logits of the rows `logit_rows`; what the layers have left of the others stays."""
+        """Logits of the rows `logit_rows`, and the likeliest token of each; what the layers have left of the others
+        stays."""
         if self.long:
             torch.index_select(self.streams.x, 0, self.logit_rows, out=self.wanted)
         self._project()
-        torch.argmax(self.vocabulary_logits, 1, out=self.sampled)
+        self.sampling.best_of(self.vocabulary_logits)
+
+    def run_draws(self, num_searches: int) -> None:
+        """After the head, tokens in the place of the likeliest for the rows that `sampling.draws` name."""
+        self.sampling.draw(self.vocabulary_logits, num_searches=num_searches)
 
     def _project(self) -> None:
         """Logits of the rows that are wanted."""
@@ -388,13 +394,9 @@ class DecodeStep:
 
     def _enter(self) -> None:
         """Start the streams: the embeddings of `ids` on every copy, and a pre mix that reads copy 0 alone."""
-        b = self.streams
-        rows = self._over_ranks(self.embedding.index_select(0, self.ids)).view(self.num_rows, 1, -1)
-        b.stream.copy_(rows.expand_as(b.stream))
-        if self.sees:
-            torch.where(self.text[:, None, None] != 0, b.stream, self.image_rows[:, None], out=b.stream)
-        b.pre.zero_()
-        b.pre[:, 0].fill_(1.0)
+        rows = self._over_ranks(self.embedding.index_select(0, self.ids)).view(self.num_rows, -1)
+        images = (self.text, self.image_rows) if self.sees else None
+        hyper.start(self.streams, rows, images=images, bit_ops=self.bit_ops)
 
     def _taps(self, plan: LayerPlan) -> Tensor | None:
         if not plan.is_tap:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deskfleet.engine.cuda import hyper, linear
-from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles
+from deskfleet.engine.cuda import linear
+from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles, pack_mixes
 from deskfleet.model.config import ModelConfig
 from deskfleet.model.layers import LayerPlan
 
@@ -209,7 +209,7 @@ def make_layer(shape: RankShape, plan: LayerPlan, rank: int, device: torch.devic
     def mixes(name: str, norm_name: str) -> MixWeights:
         fn = normal((c.hc_num_mixes, c.hc_mult * width), 0.01, seed(f"{name}_fn"), device)
         return MixWeights(
-            hyper.split_mix_weight(fn),
+            pack_mixes(fn),
             normal((3,), 1.0, seed(f"{name}_scale"), device),
             normal((c.hc_num_mixes,), 1.0, seed(f"{name}_base"), device),
             norm(norm_name, width),

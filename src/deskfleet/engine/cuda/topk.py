@@ -1,4 +1,5 @@
 """The exact best of bf16 scores, ties to the lower number (spec §4.5, §4.6). Owns the choice, by one program or many.
+Where one program is as quick, a GPU runs native/picking.py's kernels, as far as they are written for the scores.
 
     select_kernel                one program a row looks at all its scores three times
     upper_kernel, lower_kernel   how many scores have each upper byte; of those with the threshold's, each lower byte
@@ -288,6 +289,9 @@ def select(
     is_few = linear.few(scores, bit_ops=scores.device.type == "cpu")
     if buffers is None and is_few and picking.selection_taken(scores, per_block=block_size // ratio):
         picking.select(scores, where, picks, records, ratio=ratio, block_size=block_size, unit=unit)
+        return
+    if buffers is None and records is None and scores.is_cuda and picking.rows_taken(scores):
+        picking.select_rows(scores, positions, picks, ratio=ratio, unit=unit)
         return
     if buffers is None:
         select_kernel[(num_rows,)](

@@ -9,27 +9,13 @@
 // Given by the compiler's command line: ATTEND or MERGE, HEADS, D (elements of a head, a multiple of 128), ROPE, SPLITS and
 // NUM_WINDOW, NUM_PICKS (places of a row), WINDOW_BYTES, ENTRY_BYTES (of a record: multiples of 16), TURNS (chunks of a
 // block), PICKS_ARE_NEW.
-#include "product.cuh"
-#include "rows.cuh"
+#include "attention.cuh"
 
-constexpr int HEAD_BLOCKS = (HEADS + 15) / 16;
-constexpr int KEYS = 16, SHARE = 128;  // places of a chunk, elements of a warp
-
-#define NOTHING as_float(0xff800000)  // minus infinity
-
-struct alignas(16) floats4 {
-    float x, y, z, w;
-};
-
-// First places of the part that split `split` leaves of a head.
-DEVICE u64 part_of(int row, int split, int head) { return (u64)(row * SPLITS + split) * (16 * HEAD_BLOCKS) + head; }
+constexpr int KEYS = 16;  // places of a chunk
 
 #ifdef ATTEND
 constexpr int WARPS = D / SHARE;
 constexpr float LEAST = -1e30f;
-constexpr u32 LOW_HALVES = 0x5410, HIGH_HALVES = 0x7632;
-
-enum Kind { WINDOW, ENTRY };
 
 // bf16 bits in both halves.
 DEVICE u32 twice(u32 bits) { return bits | bits << 16; }
@@ -300,17 +286,17 @@ attend(const u8* query, const u8* window_pages, const u8* entry_pages, const int
 #endif
 
 #ifdef MERGE
-// One block: 128 elements of one head; a warp adds up every fourth part, a lane four elements.
+// TOGETHER warps of a block: 128 elements of one head, of which each adds up every so many-th part; a lane has four elements.
 constexpr int WARPS = 4;
-constexpr int OWN = (SPLITS + WARPS - 1) / WARPS, PARTS_A_LANE = (SPLITS + 31) / 32;
+constexpr int OWN = (SPLITS + TOGETHER - 1) / TOGETHER, PARTS_A_LANE = (SPLITS + 31) / 32;
 
 KERNEL(WARPS * 32, 4)
 merge(const float* sums, const float* maxima, const float* denominators, const float* sink, const float* cosines,
       const float* sines, u8* out) {
     SHARED_BYTES(shared);
-    floats4* others = (floats4*)shared;  // [WARPS, 32]
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int head = blockIdx.x / (D / SHARE), element = blockIdx.x % (D / SHARE) * SHARE + lane * 4, row = blockIdx.y;
+    const int number = threadIdx.x >> 5, warp = number % TOGETHER, lane = threadIdx.x & 31, row = blockIdx.y;
+    const int share = blockIdx.x * (WARPS / TOGETHER) + number / TOGETHER;
+    const int head = share / (D / SHARE), element = share % (D / SHARE) * SHARE + lane * 4;
     const float own_sink = load_fresh_f(sink + head);
     float turn[2][2];
 #pragma unroll
@@ -325,7 +311,7 @@ merge(const float* sums, const float* maxima, const float* denominators, const f
     words4 parts[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        const int split = i * WARPS + warp;
+        const int split = i * TOGETHER + warp;
         parts[i] = {};
         if (split < SPLITS) parts[i] = load_fresh4(sums + part_of(row, split, head) * D + element);
     }
@@ -352,19 +338,22 @@ merge(const float* sums, const float* maxima, const float* denominators, const f
     float sum[4] = {};
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        const float by = __shfl_sync(ALL_LANES, factors[i / (32 / WARPS)], (i * WARPS + warp) % 32);
+        const float by = __shfl_sync(ALL_LANES, factors[i / (32 / TOGETHER)], (i * TOGETHER + warp) % 32);
         sum[0] += by * as_float(parts[i].x), sum[1] += by * as_float(parts[i].y);
         sum[2] += by * as_float(parts[i].z), sum[3] += by * as_float(parts[i].w);
     }
-    others[warp * 32 + lane] = {sum[0], sum[1], sum[2], sum[3]};
-    __syncthreads();
-    if (warp > 0) return;
-    total = sum_of_warp(total) + fast_exp(own_sink - highest);
+    if constexpr (TOGETHER > 1) {
+        floats4* others = (floats4*)shared + (number - warp) * 32;  // [TOGETHER, 32]
+        others[warp * 32 + lane] = {sum[0], sum[1], sum[2], sum[3]};
+        __syncthreads();
+        if (warp > 0) return;
 #pragma unroll
-    for (int i = 1; i < WARPS; i++) {
-        const floats4 other = others[i * 32 + lane];
-        sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
+        for (int i = 1; i < TOGETHER; i++) {
+            const floats4 other = others[i * 32 + lane];
+            sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
+        }
     }
+    total = sum_of_warp(total) + fast_exp(own_sink - highest);
     const float inverse = fast_inverse(total);
     u32 words[2];
 #pragma unroll

@@ -3,7 +3,8 @@
 // Owns what CUDA and device.cuh give a kernel: indices, barriers, shuffles, tensor cores, conversions. Blocks run one
 // after the other, so a kernel that waits for another block never ends. A fiber runs until it waits; every second block
 // runs its fibers from the last to the first, so that a forgotten barrier gives wrong numbers in one of the two orders.
-// Dynamic shared memory begins as NaNs and a write just behind it is an error, as is a wait that nobody ends.
+// Dynamic shared memory begins as NaNs and a write just behind it is an error, as is a wait that nobody ends. Asynchronous
+// copies land when they are waited for.
 // Knows nothing of the kernel it is compiled with (emulator.py). Sums of a product are exact and rounded once; the
 // tensor cores of a GPU cut off earlier.
 #pragma once
@@ -49,9 +50,14 @@ struct dim3 {
 namespace emulator {
 
 constexpr u32 LANES = 32, MOST_THREADS = 1024;
+constexpr u32 MOST_KEPT = 256;  // stacks after a launch: every kernel has its own
 constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 64 << 10;  // a page of either processor
 constexpr u32 MOST_SHARED_BYTES = 227 << 10, FENCE_BYTES = 1 << 10;
 constexpr u8 FENCE = 0xa5;
+
+// For pipeline.cuh, which asks which block a fiber is of.
+constexpr u32 MOST_BLOCKS = 1;
+static char blocks[MOST_BLOCKS];
 
 struct Fiber;
 typedef void (*Work)(Fiber* lanes, u32 mask);  // what the last lane to arrive does for all
@@ -60,6 +66,8 @@ struct Fiber {
     void* stack_pointer;
     dim3 thread;
     u32 number;
+    u32 num_copies, num_groups;  // that have not landed; that have been ended
+    const char* block = blocks;
     const char* waits_in;  // the operation it has arrived at
     u32 mask;
     void* operands;
@@ -225,11 +233,13 @@ static void end_barrier() {
     for (u32 i = 0; i < num_warps; i++) warps[i].ready = warps[i].live;
 }
 
+static void leave_ready() { warps[current->number / LANES].ready &= ~(1u << current->number % LANES); }
+
 static u32 barrier(const char* name, bool counts) {
     Fiber& me = *current;
     me.waits_in = name;
     me.mask = 0xffffffffu;
-    warps[me.number / LANES].ready &= ~(1u << me.number % LANES);
+    leave_ready();
     barrier_count += counts;
     if (++num_at_barrier == num_live)
         end_barrier();
@@ -240,6 +250,7 @@ static u32 barrier(const char* name, bool counts) {
 
 static void run_fiber() {
     body();
+    if (current->num_copies) fail("thread %u ends without waiting for its copies", current->number);
     Warp& warp = warps[current->number / LANES];
     Fiber* lanes = &fibers[current->number / LANES * LANES];
     u32 own = 1u << current->number % LANES;
@@ -261,6 +272,8 @@ static void run_block(u32 num_threads, u32 num_shared_bytes) {
     for (u32 i = 0; i < num_threads; i++) {
         Fiber& fiber = fibers[i];
         fiber.number = i;
+        fiber.waits_in = nullptr;
+        fiber.num_copies = fiber.num_groups = 0;
         fiber.thread = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
         void** frame = (void**)(stacks + (i + 1) * STACK_BYTES) - FRAME_WORDS;
         frame[RETURN_WORD] = (void*)run_fiber;
@@ -277,6 +290,17 @@ static void run_block(u32 num_threads, u32 num_shared_bytes) {
         if (shared_bytes[num_shared_bytes + i] != FENCE)
             snprintf(message, message_bytes, "block (%u, %u, %u) writes byte %u of %u bytes of shared memory", block.x,
                      block.y, block.z, num_shared_bytes + i, num_shared_bytes);
+}
+
+static void run_blocks(u32 num_threads, u32 num_shared_bytes, u32 number) {
+    current = &launcher;
+    for (block.z = 0; block.z < grid.z; block.z++)
+        for (block.y = 0; block.y < grid.y; block.y++)
+            for (block.x = 0; block.x < grid.x; block.x++) {
+                backwards = (block.x + block.y + block.z + number) & 1;
+                run_block(num_threads, num_shared_bytes);
+                if (*message) return;
+            }
 }
 
 // Runs a grid; `text` is empty afterwards, or says what went wrong. Launches of even and odd number differ in their order.
@@ -297,15 +321,52 @@ static void run_grid(const u32* shape, u32 num_shared_bytes, u32 number, char* t
         return (void)snprintf(message, message_bytes, "%llu threads and %u bytes of shared memory; a block has 1 to %u and up to %u",
                               num_threads, num_shared_bytes, MOST_THREADS, MOST_SHARED_BYTES);
     for (; num_stacks < num_threads; num_stacks++)  // no more: a process has a limit of such regions
-        mprotect(stacks + num_stacks * STACK_BYTES + GUARD_BYTES, STACK_BYTES - GUARD_BYTES, PROT_READ | PROT_WRITE);
-    current = &launcher;
-    for (block.z = 0; block.z < grid.z; block.z++)
-        for (block.y = 0; block.y < grid.y; block.y++)
-            for (block.x = 0; block.x < grid.x; block.x++) {
-                backwards = (block.x + block.y + block.z + number) & 1;
-                run_block((u32)num_threads, num_shared_bytes);
-                if (*message) return;
-            }
+        if (mprotect(stacks + num_stacks * STACK_BYTES + GUARD_BYTES, STACK_BYTES - GUARD_BYTES, PROT_READ | PROT_WRITE))
+            return (void)snprintf(message, message_bytes, "no memory for %llu stacks", num_threads);
+    run_blocks((u32)num_threads, num_shared_bytes, number);
+    if (num_stacks > MOST_KEPT) {
+        madvise(stacks, num_stacks * STACK_BYTES, MADV_DONTNEED);
+        mprotect(stacks, num_stacks * STACK_BYTES, PROT_NONE);
+        num_stacks = 0;
+    }
+}
+
+constexpr char GATE[] = "pass_gate";
+
+struct Gate {
+    u8 count, left, parity, pad;
+    int bytes;  // that it expects
+};
+static_assert(sizeof(Gate) == 8);
+
+static void end_phase(Gate& gate) {
+    if (gate.left || gate.bytes) return;
+    gate.left = gate.count, gate.parity ^= 1;
+    for (u32 i = 0; i < num_warps * LANES; i++)
+        if (warps[i / LANES].live >> i % LANES & 1 && fibers[i].waits_in == GATE) warps[i / LANES].ready |= 1u << i % LANES;
+}
+
+static void arrive_at_gate(Gate& gate, int bytes) {
+    if (!gate.left) fail("thread %u arrives at a gate at which all of this phase have arrived", current->number);
+    gate.left--, gate.bytes += bytes;
+    end_phase(gate);
+}
+
+static void copy_through_gate(void* to, const void* from, u32 bytes, Gate& gate) {
+    if (bytes % 16 || (size_t)to % 16 || (size_t)from % 16) fail("thread %u copies what is no multiple of 16 bytes", current->number);
+    memcpy(to, from, bytes);
+    gate.bytes -= bytes;
+    end_phase(gate);
+}
+
+static void pass_gate(const Gate& gate, u32 parity) {
+    while (gate.parity == parity) {
+        current->waits_in = GATE;
+        current->mask = 0xffffffffu;
+        leave_ready();
+        yield();
+    }
+    current->waits_in = nullptr;
 }
 
 // A kernel's parameters, a letter each: p(ointer), i(nteger of 4 bytes), l(ong integer), f(loat), ? for all else.
@@ -513,6 +574,8 @@ DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 DEVICE float __expf(float x) { return expf(x); }
 DEVICE float __logf(float x) { return logf(x); }
 DEVICE float fast_exp(float x) { return expf(x); }
+DEVICE float fast_divide(float a, float b) { return a / b; }
+DEVICE float fast_exp2(float x) { return exp2f(x); }
 DEVICE float fast_rsqrt(float x) { return rsqrtf(x); }
 
 namespace emulator {
@@ -603,7 +666,8 @@ struct Codes {
 
 static float of_e4m3(u32 code) { return of_f16(f16_of_e4m3_table.table[code]); }
 
-// Of 16 rows: lane 4 g + t has codes 4 t .. 4 t + 3 of K (and + 16) of rows g and g + 8; columns as device.cuh says.
+// Of 16 rows, added to what is there: lane 4 g + t has codes 4 t .. 4 t + 3 of K (and + 16) of rows g and g + 8; columns as
+// device.cuh says.
 static void multiply_e4m3(Fiber* lanes, u32 mask) {
     if (mask != 0xffffffffu) fail("a product of the tensor cores needs all lanes of a warp, not %08x", mask);
     float a[16][32];
@@ -618,7 +682,8 @@ static void multiply_e4m3(Fiber* lanes, u32 mask) {
         for (int n = 0; n < any.num; n++) {
             double sum = 0;
             for (u32 k = 0; k < 32; k++) sum += (double)a[row][k] * of_e4m3(any.columns[(k / 16 * any.num + n) * 16 + k % 16]);
-            ((Codes*)lanes[row % 8 * 4 + n % 8 / 2].operands)->d[n / 8 * 4 + row / 8 * 2 + n % 2] = (float)sum;
+            float& to = ((Codes*)lanes[row % 8 * 4 + n % 8 / 2].operands)->d[n / 8 * 4 + row / 8 * 2 + n % 2];
+            to = (float)(to + sum);
         }
 }
 
@@ -635,11 +700,99 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 
 template <int COUNT_> static void start_products(u32 (&)[COUNT_][4]) {}
 DEVICE void let_tensor_cores_read() {}
-template <int EACH> static void multiply_codes(float (&d)[EACH], const u32 (&a)[4], const u8* columns) {
+typedef const u8* CodesAt;
+DEVICE CodesAt codes_at(const u8* columns, int) { return columns; }
+DEVICE CodesAt further(CodesAt at, int bytes) { return at + bytes; }
+template <int EACH> static void add_codes(float (&d)[EACH], const u32 (&a)[4], CodesAt columns) {
     emulator::Codes operands = {d, {a[0], a[1], a[2], a[3]}, columns, 2 * EACH};
     emulator::arrive(emulator::CODES, 0xffffffffu, &operands, emulator::multiply_e4m3);
 }
+template <int EACH> static void multiply_codes(float (&d)[EACH], const u32 (&a)[4], CodesAt columns) {
+    for (float& to : d) to = 0;
+    add_codes(d, a, columns);
+}
 template <int COUNT_, int EACH> static void end_products(float (&)[COUNT_][EACH]) {}
+DEVICE void commit_products() {}
+template <int LEFT, int COUNT_> static void wait_for_products(u32 (&)[COUNT_][4]) {}
+template <int EACH> static void take_products(float (&)[EACH]) {}
+
+DEVICE void make_gate(u64* gate, u32 count) { *(emulator::Gate*)gate = {(u8)count, (u8)count, 0, 0, 0}; }
+DEVICE void arrive_at_gate(u64* gate) { emulator::arrive_at_gate(*(emulator::Gate*)gate, 0); }
+DEVICE void expect_at_gate(u64* gate, u32 bytes) { emulator::arrive_at_gate(*(emulator::Gate*)gate, bytes); }
+DEVICE void copy_through_gate(void* to, const void* from, u32 bytes, u64* gate) {
+    emulator::copy_through_gate(to, from, bytes, *(emulator::Gate*)gate);
+}
+DEVICE void pass_gate(u64* gate, u32 parity) { emulator::pass_gate(*(const emulator::Gate*)gate, parity); }
+
+namespace emulator {
+
+// Copies land when they are waited for, and until then there are NaNs: who reads too early, or goes on reading what was there
+// before, gets wrong numbers.
+constexpr u32 MOST_COPIES = 64;
+struct Copy {
+    void* to;
+    const void* from;
+    u32 group;
+};
+static Copy copies[MOST_THREADS][MOST_COPIES];
+
+static void land_copies(u32 left) {
+    Fiber& me = *current;
+    u32 kept = 0;
+    for (u32 i = 0; i < me.num_copies; i++) {
+        const Copy copy = copies[me.number][i];
+        if (copy.group + left >= me.num_groups) {
+            copies[me.number][kept++] = copy;
+            continue;
+        }
+        if (copy.from)
+            memcpy(copy.to, copy.from, 16);
+        else
+            memset(copy.to, 0, 16);
+    }
+    me.num_copies = kept;
+}
+
+struct Matrices {
+    const u16* row;
+    u32* to;
+};
+
+template <bool TURNED> static void load_matrices(Fiber* lanes, u32 mask) {
+    if (mask != 0xffffffffu) fail("a load of matrices needs all lanes of a warp, not %08x", mask);
+    for (u32 lane = 0; lane < LANES; lane++)
+        for (u32 i = 0; i < 4; i++) {
+            u32 halves[2];
+            for (u32 half = 0; half < 2; half++) {
+                const u32 row = TURNED ? lane % 4 * 2 + half : lane / 4, column = TURNED ? lane / 4 : lane % 4 * 2 + half;
+                halves[half] = ((const Matrices*)lanes[i * 8 + row].operands)->row[column];
+            }
+            ((Matrices*)lanes[lane].operands)->to[i] = halves[0] | halves[1] << 16;
+        }
+}
+
+constexpr char MATRICES[] = "load_matrices", TURNED_MATRICES[] = "load_turned";
+
+}  // namespace emulator
+
+DEVICE void copy_later(void* to, const void* from, bool exists) {
+    using namespace emulator;
+    Fiber& me = *current;
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) fail("thread %u copies 16 bytes that are not at a multiple of 16", me.number);
+    if (me.num_copies == MOST_COPIES) fail("thread %u has more than %u copies under way", me.number, MOST_COPIES);
+    copies[me.number][me.num_copies++] = {to, exists ? from : nullptr, me.num_groups};
+    memset(to, 0xff, 16);
+}
+DEVICE void end_copies() { emulator::current->num_groups++; }
+template <int LEFT> static void wait_for_copies() { emulator::land_copies(LEFT); }
+DEVICE void load_matrices(u32 (&to)[4], const void* row) {
+    emulator::Matrices operands = {(const u16*)row, to};
+    emulator::arrive(emulator::MATRICES, 0xffffffffu, &operands, emulator::load_matrices<false>);
+}
+DEVICE void load_turned(u32 (&to)[4], const void* row) {
+    emulator::Matrices operands = {(const u16*)row, to};
+    emulator::arrive(emulator::TURNED_MATRICES, 0xffffffffu, &operands, emulator::load_matrices<true>);
+}
 
 DEVICE u32 f16x2_of_e4m3x2(u16 codes) {
     const u16* table = emulator::f16_of_e4m3_table.table;
@@ -661,5 +814,6 @@ DEVICE words4 load_fresh4(const void* at) { return *(const words4*)at; }
 DEVICE u32 load_scale(const u32* at) { return *at; }
 DEVICE words2 load_row2(const void* at) { return *(const words2*)at; }
 DEVICE words4 load_row4(const void* at) { return *(const words4*)at; }
+DEVICE u32 unknown(u32 number) { return number; }
 DEVICE void wait_for_predecessor() {}
 DEVICE void let_successor_start() {}

@@ -33,15 +33,15 @@ mix(const u8* output, const u32* shared_output, u32* stream, const float* post, 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int slice = blockIdx.x, first = blockIdx.y * ROWS, word = slice * 32 + lane;
 
-    words4 weights[3][2][2];  // of 16 mixes, of 32 columns; row g, row g + 8
+    words4 weights[3][2][2];  // of 16 mixes, of 32 columns: operands of two products
     if constexpr (MIXES) {
-        const u8* at = weight + ((slice * COPIES + warp) * 48 + g) * 128 + 16 * t;
+        const u8* at = weight + (slice * COPIES + warp) * 48 * 128 + 16 * lane;
 #pragma unroll
         for (int tile = 0; tile < 3; tile++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                weights[tile][half][0] = load_stream4(at + tile * 2048 + half * 64);
-                weights[tile][half][1] = load_stream4(at + tile * 2048 + half * 64 + 1024);
+                weights[tile][half][0] = load_stream4(at + tile * 2048 + half * 1024);
+                weights[tile][half][1] = load_stream4(at + tile * 2048 + half * 1024 + 512);
             }
     }
     if constexpr (!EXPANDS) {
@@ -184,8 +184,8 @@ mix(const u8* output, const u32* shared_output, u32* stream, const float* post, 
 #pragma unroll
                 for (int tile = 0; tile < 3; tile++) {
                     const words4 &a = weights[tile][half][0], &b = weights[tile][half][1];
-                    mma_bf16(acc[tile][n], a.x, b.x, a.y, b.y, b0, b1);
-                    mma_bf16(acc[tile][n], a.z, b.z, a.w, b.w, b2, b3);
+                    mma_bf16(acc[tile][n], a.x, a.y, a.z, a.w, b0, b1);
+                    mma_bf16(acc[tile][n], b.x, b.y, b.z, b.w, b2, b3);
                 }
             }
         // Rows 24 to 47 are the lower parts of the weights.

@@ -1,4 +1,5 @@
-"""Scores and choices of entries of a few rows by the kernels of indexer.cu. indexer.py and topk.py say what they do."""
+"""Scores and choices of entries by the kernels of indexer.cu; choices of many rows by that of picks.cu. indexer.py and
+topk.py say what they do."""
 
 from __future__ import annotations
 
@@ -93,4 +94,18 @@ def select(
     )  # fmt: skip
 
 
-__all__ = ["Allowed", "score", "scores_taken", "select", "selection_taken"]
+def rows_taken(scores: Tensor) -> bool:
+    """Whether `select_rows` is written for these scores, which it reads eight at a time."""
+    return scores.shape[1] % 8 == 0
+
+
+def select_rows(scores: Tensor, positions: Tensor, picks: Tensor, *, ratio: int, unit: int) -> None:
+    """As topk.select, of many rows, and without where the entries lie."""
+    num_rows, max_entries = scores.shape
+    defines = {"RATIO": ratio, "UNIT": unit, "NUM_PICKS": picks.shape[1]}
+    kernel_for(scores, "picks.cu", "pick_rows", defines).launch(
+        num_rows, 256, 4 * (2048 + 32 + 2 * 8 + 4), [scores, positions, picks, max_entries]
+    )
+
+
+__all__ = ["Allowed", "rows_taken", "score", "scores_taken", "select", "select_rows", "selection_taken"]

@@ -85,13 +85,6 @@ struct Operand {
     u32 a, b, c, d;
 };
 
-// E4M3 codes in the low or high bytes of a word's halves as bf16.
-DEVICE u32 bf16x2_of_paired(u32 word, bool high) {
-    const u32 bits = high ? (word & 0x80008000) | ((word >> 4) & 0x07f007f0)
-                          : ((word << 8) & 0x80008000) | ((word << 4) & 0x07f007f0);
-    return bf16x2_mul(bits, 0x7b807b80);  // in place they are the value times 2**-120
-}
-
 // The first operand of one group of a step: rows g and g + 8, four columns and four more.
 template <int FORM, int WORDS>
 DEVICE void weights_of(u32 (&a)[4], u32 (&b)[4], const Fragment<FORM, WORDS>& held, int group) {

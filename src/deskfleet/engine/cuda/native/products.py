@@ -1,4 +1,4 @@
-"""Products of a few rows by the kernels of linear.cu and experts.cu. Owns how each is cut into blocks and warps.
+"""Products of a few rows by the kernels of linear.cu. Owns how each is cut into blocks and warps.
 
 A block has a strip of outputs, its warps share the columns, and their sums meet in shared memory in the order of the
 warps: no sum waits for another block, and a result does not depend on who was last. On a device they are
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deskfleet.engine.cuda import native
-from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles
+from deskfleet.engine.cuda.packing import Fp8Tiles
 
 Form = Literal["FP8", "WIDE", "BF16"]
 
@@ -168,95 +168,11 @@ def _kernel(
     return (native.kernel if like.is_cuda else native.emulated)(file, entry, defines)
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A work list of experts.py: items int32 [max, 2], how many int32 [1], pairs int32 [max, 8 * eights]."""
-
-    items: Tensor
-    num_items: Tensor
-    pairs: Tensor
-
-
-def _columns_bytes(width: int, members: int) -> int:
-    """Of Columns of warpgroup.cuh."""
-    return width // 32 * (members * 32 + 16 + members * 4)
-
-
-def expert_up(
-    x: Tensor, x_scales: Tensor, weight: Fp4Tiles, shared: Fp8Tiles, work: Items, route_weights: Tensor,
-    out: tuple[Tensor, Tensor], shared_out: tuple[Tensor, Tensor], *, num_chosen: int, limit: float,
-) -> None:  # fmt: skip
-    """w1 and w3 of the routed experts and of the shared one, SwiGLU and route weight: codes and scales of both."""
-    num_rows, width, gates = len(x), weight.num_columns, weight.num_rows // 2
-    units, (most_items, members) = gates // 32, work.pairs.shape
-    all_blocks = -(-width // 128)
-    # Of few units a processor has one at most: more warpgroups, each with fewer blocks.
-    few = most_items * units <= num_processors(x.device)
-    blocks = -(-all_blocks // min(5 if few else 2, all_blocks))
-    warpgroups = -(-all_blocks // blocks)
-    defines = {
-        "UP": 1,
-        "K": width,
-        "F": gates,
-        "NUM_CHOSEN": num_chosen,
-        "MEMBERS": members,
-        "WARPGROUPS": warpgroups,
-        "BLOCKS": blocks,
-        "STAGES": max(n for n in range(1, 6) if blocks % n == 0),
-        "PER_PROCESSOR": 1 if few else 2,
-    }
-    _kernel(x, "experts.cu", "up", defines).launch(
-        (units, most_items + -(-num_rows // members), 1),
-        128 * warpgroups,
-        _columns_bytes(width, members) + 4 * warpgroups * 64 * (members + 1),
-        [
-            x, x_scales, weight.codes, weight.scales, shared.codes, shared.scales,
-            work.items, work.num_items, work.pairs, route_weights, *out, *shared_out,
-            num_rows, most_items, float(limit),
-        ],
-        dependent=True,
-    )  # fmt: skip
-
-
-def expert_down(
-    x: tuple[Tensor, Tensor], weight: Fp4Tiles, shared_x: tuple[Tensor, Tensor], shared: Fp8Tiles, work: Items,
-    out: Tensor, shared_out: Tensor,
-) -> None:  # fmt: skip
-    """w2 of both: bf16 [P, M] by pair, and bf16 [T, M]. Must follow `expert_up` of the same list."""
-    num_rows, gates, width = len(shared_out), weight.num_columns, weight.num_rows
-    most_items, members = work.pairs.shape
-    warpgroups = 2
-    tiles = 1 if most_items * (width // 64) <= 8 * num_processors(out.device) else 2
-    defines = {
-        "DOWN": 1,
-        "K": width,
-        "F": gates,
-        "MEMBERS": members,
-        "WARPGROUPS": warpgroups,
-        "TILES": tiles,
-        "STAGES": 5,
-        "PER_PROCESSOR": 2,
-    }
-    _kernel(out, "experts.cu", "down", defines).launch(
-        (-(-width // (64 * tiles * warpgroups)), most_items + -(-num_rows // members), 1),
-        128 * warpgroups,
-        _columns_bytes(gates, members) + 4 * warpgroups * 64 * (members + 1),
-        [
-            *x, weight.codes, weight.scales, *shared_x, shared.codes, shared.scales,
-            work.items, work.num_items, work.pairs, out, shared_out, num_rows, most_items,
-        ],
-        dependent=True,
-    )  # fmt: skip
-
-
 __all__ = [
     "MOST_ROWS",
     "Cut",
-    "Items",
     "bf16_linear",
     "cut",
-    "expert_down",
-    "expert_up",
     "fp8_linear",
     "grouped_linear",
 ]

@@ -1,4 +1,5 @@
-"""Residual streams of a few rows by the kernels of hyper.cu. Owns how rows become warps. hyper.py says what they do."""
+"""Residual streams by the kernels of hyper.cu, of many rows by those of chunks.cu. Owns which rows are many, and how
+rows become warps. hyper.py says what they do."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from deskfleet.engine.cuda.native.where import kernel_for
 _SLICE = 64
 _WARPS = 4
 _COLUMNS = 1024  # of a block that norms
+_SHARED_ROWS = 128  # from here on blocks keep their rows over several slices
+_MANY_ROWS = 1024  # from here on bytes take the time, not latencies
+_CHUNK_ROWS, _CHUNK_WARPS = 64, 8  # of a block of many rows
+_CHUNK_BLOCKS = 256  # that an H200 holds at a time, about
 
 
 class Streams(Protocol):
@@ -36,6 +41,9 @@ def mix(
     *, parts: int,
 ) -> None:  # fmt: skip
     """As hyper.mix. With an `output`, nothing else that is read may come from the kernel before this one."""
+    if buffers.num_rows >= _SHARED_ROWS:
+        mix_rows(buffers, weight, output, shared, taps, parts=parts)
+        return
     width, num_rows, stream = buffers.width, buffers.num_rows, buffers.stream
     turns = 1 if num_rows <= _WARPS else 2 if num_rows <= 2 * _WARPS else 4
     rows = 16 if turns == 4 else 8
@@ -77,11 +85,14 @@ def finish(
     eps: float,
 ) -> None:
     """As hyper.finish."""
+    if buffers.num_rows >= _MANY_ROWS:
+        finish_rows(buffers, norm, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
+        return
     width, num_rows = buffers.width, buffers.num_rows
     defines: dict[str, int | float] = {
         "FINISH": 1,
         "M": width,
-        "SLICES": width // _SLICE,
+        "SLICES": num_shares(width, num_rows),
         "ITERATIONS": iterations,
         "NORM_EPS": norm_eps,
         "MIX_EPS": eps,
@@ -98,4 +109,76 @@ def finish(
     )  # fmt: skip
 
 
-__all__ = ["Streams", "finish", "mix"]
+def num_shares(width: int, num_rows: int) -> int:
+    """Blocks that share the columns of some rows; each leaves its part of the mixes."""
+    if num_rows < _SHARED_ROWS:
+        return width // _SLICE
+    row_blocks = -(-num_rows // _CHUNK_ROWS)
+    return min(max(-(-_CHUNK_BLOCKS // row_blocks), 4), width // _SLICE)
+
+
+def mix_rows(
+    buffers: Streams, weight: Tensor | None, output: Tensor | None, shared: Tensor | None, taps: Tensor | None,
+    *, parts: int, shares: int | None = None,
+) -> None:  # fmt: skip
+    """As hyper.mix. `finish_rows` is told the same `shares`, or none."""
+    width, num_rows, stream = buffers.width, buffers.num_rows, buffers.stream
+    floats = output is not None and output.dim() == 3
+    defines = {
+        "MIX": 1,
+        "M": width,
+        "NUM_PARTS": parts,
+        "SUMS": len(output) if floats and output is not None else 1,
+        "FLOATS": floats,
+        "HAS_SHARED": shared is not None,
+        "EXPANDS": output is not None,
+        "MIXES": weight is not None,
+        "HAS_TAP": taps is not None,
+    }
+    kernel_for(stream, "chunks.cu", "mix_rows", defines).launch(
+        (shares or num_shares(width, num_rows), -(-num_rows // _CHUNK_ROWS)),
+        32 * _CHUNK_WARPS,
+        (0 if weight is None else 2 * 4 * 48 * 128) + _CHUNK_ROWS * 7 * 16,
+        [
+            output, shared, stream, buffers.post, buffers.comb, buffers.pre, weight, buffers.collapsed,
+            buffers.collapsed_squares, buffers.stream_squares, buffers.mixes, taps,
+            0 if taps is None else taps.stride(0), num_rows,
+        ],
+    )  # fmt: skip
+
+
+def finish_rows(
+    buffers: Streams,
+    norm: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    *,
+    iterations: int,
+    norm_eps: float,
+    eps: float,
+    shares: int | None = None,
+) -> None:
+    """As hyper.finish, after `mix_rows`."""
+    width, num_rows = buffers.width, buffers.num_rows
+    each = 1 if num_rows <= 2048 else 2 if num_rows <= 4096 else 4
+    defines: dict[str, int | float] = {
+        "FINISH": 1,
+        "M": width,
+        "SLICES": shares or num_shares(width, num_rows),
+        "ROWS_EACH": each,
+        "ITERATIONS": iterations,
+        "NORM_EPS": norm_eps,
+        "MIX_EPS": eps,
+    }
+    kernel_for(norm, "chunks.cu", "finish_rows", defines).launch(
+        -(-num_rows // (each * _CHUNK_WARPS)),
+        32 * (_CHUNK_WARPS + 1),
+        0,
+        [
+            buffers.collapsed, buffers.collapsed_squares, buffers.stream_squares, buffers.mixes, norm, scale, base,
+            buffers.x, buffers.codes, buffers.scales, buffers.pre, buffers.post, buffers.comb, num_rows,
+        ],
+    )  # fmt: skip
+
+
+__all__ = ["Streams", "finish", "finish_rows", "mix", "mix_rows", "num_shares"]

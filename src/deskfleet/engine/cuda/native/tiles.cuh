@@ -41,3 +41,11 @@ DEVICE u32 e4m3_of_fp4(u32 bytes, bool second) {
     return second ? ((bytes << 2) & 0x8c8c8c8c) | ((bytes >> 2) & 0x10101010) : bytes & 0x9c9c9c9c;
 }
 
+// E4M3 codes in the low or high bytes of a word's halves as bf16, times 2**-120 times `factor`, two bf16.
+DEVICE u32 scaled_pair(u32 word, bool high, u32 factor) {
+    const u32 bits = high ? (word & 0x80008000) | ((word >> 4) & 0x07f007f0)
+                          : ((word << 8) & 0x80008000) | ((word << 4) & 0x07f007f0);
+    return bf16x2_mul(bits, factor);
+}
+
+DEVICE u32 bf16x2_of_paired(u32 word, bool high) { return scaled_pair(word, high, 0x7b807b80); }
