@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton_sass import INTEGER, longest_loop, opcode, tool
 
 from deskfleet.engine.cuda import linear, native, synthetic
-from deskfleet.engine.cuda.native import compiler, grouped, products, source
+from deskfleet.engine.cuda.native import compiler, products, source
 from deskfleet.engine.cuda.native.arguments import extent
 from deskfleet.engine.cuda.step import DecodeStep, make_pages
 from deskfleet.errors import EngineError
@@ -87,13 +87,6 @@ def variants(rows: list[int]) -> list[Variant]:
         DecodeStep(
             shape, layers, embedding, head, norm, pages, num_rows=num_rows, device=device, bit_ops=False
         ).run()
-    ints = torch.empty(1, 1, dtype=torch.int32, device=device)
-    work, c = grouped.Items(ints, ints, ints), config
-    for cut in (grouped.Cut(96, 3), grouped.Cut(128, 2)):  # of chunks of prompts
-        grouped.grouped_up(
-            embedding, layers[0].w13, work, ints, embedding, cut, num_chosen=c.num_experts_per_tok, limit=1.0
-        )
-        grouped.grouped_down(embedding, layers[0].w2, work, embedding, cut)
     return list(recorder.variants.values())
 
 

@@ -62,8 +62,8 @@ def test_sizes_of_steps() -> None:
     assert prefill_sizes(512, 4096) == (16, 64, 256, 512)
     assert prefill_sizes(100, 4096) == (16, 64, 256)
     assert prefill_sizes(1, 4096) == (16,)
-    assert prefill_sizes(8192, 4096) == (16, 64, 256, 512, 1024, 2048)
-    assert prefill_sizes(50000, 1 << 22) == (16, 64, 256, 1024, 2048)
+    assert prefill_sizes(8192, 4096) == (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+    assert prefill_sizes(50000, 1 << 22) == (16, 64, 256, 1024, 2048, 4096, 8192, 16384)
 
 
 def test_blocks_for_a_steps_own_rows() -> None:

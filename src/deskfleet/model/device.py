@@ -13,9 +13,8 @@ MOST_DECODE_ROWS = 64
 MOST_DRAFTED = 32
 """Requests that are drafted for at a time; more take turns."""
 
-_PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048)
-"""Rows of the steps that prompts run in. Few, because each is compiled and captured for itself. The kernels take up to
-16,384 rows; larger steps join these when they have run right on a GPU (docs/decisions/0021)."""
+_PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Rows of the steps that prompts run in. Few, because each is compiled and captured for itself."""
 
 FILLED_ROWS = 1024
 """From here on a prompt's rows fill the tensor cores, and a step of them keeps scores of a part of them at a time."""

@@ -48,7 +48,6 @@ from deskfleet.engine.cuda.packing import Fp8Tiles, pack_mixes
 from deskfleet.engine.cuda.prefill import PrefillStep
 from deskfleet.engine.cuda.prefill_attention import RowBuffers, RowsTuning, attend_rows
 from deskfleet.engine.cuda.prefill_checks import RowsOf
-from deskfleet.engine.cuda.prefill_experts import GroupedTuning
 from deskfleet.engine.cuda.prefill_replay import PrefillEncoderStep, ReplayStep
 from deskfleet.engine.cuda.step import DecodeStep, Pages, make_pages
 from deskfleet.engine.cuda.synthetic import DraftWeights, LayerWeights, RankShape, make_drafts, make_layer
@@ -93,9 +92,7 @@ CATEGORIES = {
     "count_kernel": "indexer",
     "take_kernel": "indexer",
     "gate_kernel": "engram",
-    **dict.fromkeys(
-        ("grouped_up_kernel", "grouped_down_kernel", "grouped_up", "grouped_down"), "experts of chunks"
-    ),
+    **dict.fromkeys(("grouped_up_kernel", "grouped_down_kernel"), "experts of chunks"),
     **dict.fromkeys(("sort_kernel",), "routing"),
     **dict.fromkeys(("rows_kernel", "weights_kernel"), "FP8 as bf16"),
     "swiglu_kernel": "experts and shared expert, w1 and w3",
@@ -1027,8 +1024,6 @@ def _attention_launches(point: Point) -> Iterator[_Launch]:
 
 
 _SHARES = (2, 4, 5, 8, 10, 16)  # blocks of the streams of a chunk that share a row
-# Warpgroups and pairs an item of chunks' experts in CUDA C++.
-_NATIVE_CUTS = ((3, 96), (3, 80), (3, 64), (2, 128), (2, 112), (2, 96), (2, 80), (2, 64))
 # What is changed of the tuning of chunks' experts, and keys a block, stages and warps of their attention.
 _GROUPED_TUNINGS: tuple[dict[str, int], ...] = (
     {"rows": 32},
@@ -1038,7 +1033,6 @@ _GROUPED_TUNINGS: tuple[dict[str, int], ...] = (
     {"rows": 128, "up_stages": 5, "down_stages": 5, "tiles": 2},
     {"rows": 256, "warps": 8},
     {"rows": 128, "warps": 8},
-    *({"rows": rows, "up_warpgroups": n, "down_warpgroups": n} for n, rows in _NATIVE_CUTS),
 )
 _ROWS_TUNINGS = ((64, 3, 4), (64, 2, 4), (64, 1, 4), (64, 3, 8))
 
@@ -1053,16 +1047,13 @@ def _chunk_launches(point: Point) -> Iterator[_Launch]:
     chosen = torch.rand(num_rows, c.n_routed_experts, device=device).topk(c.num_experts_per_tok).indices
     weights = torch.rand(num_rows * c.num_experts_per_tok, device=device)
     expert_shape = experts.ExpertShape(c.hidden_size, f, c.n_routed_experts, c.num_experts_per_tok)
-    default = prefill_experts.grouped_tuning(expert_shape, num_rows, device)
-    triton = GroupedTuning()
-    for tuning in dict.fromkeys((default, *(replace(triton, **changed) for changed in _GROUPED_TUNINGS))):
+    default = prefill_experts.grouped_tuning(expert_shape, num_rows)
+    for tuning in dict.fromkeys((default, *(replace(default, **changed) for changed in _GROUPED_TUNINGS))):
         own = prefill_experts.GroupedBuffers(expert_shape, num_rows, device, tuning)
         own.activated.normal_()
         prefill_experts.sort_pairs(chosen.to(torch.int32), own)
         t = tuning
         label = f"{t.rows} rows {t.up_stages}/{t.down_stages} stages {t.tiles} tiles {t.warps} warps"
-        if tuning.is_native:
-            label = f"{t.rows} rows {t.up_warpgroups}/{t.down_warpgroups} warpgroups"
         label += ", default" if tuning == default else ""
 
         def up(number: int, own: prefill_experts.GroupedBuffers = own) -> None:

@@ -3,8 +3,7 @@ order of columns that they read.
 
 FP4 codes with power-of-two scales are exact in bf16, and so are FP8 activations with theirs: both go into the tensor
 cores as bf16 with their scales in them, products are exact and their float32 sums need no scaling on the way. An item
-is one expert and up to 32, 64 or 128 of its pairs; its weights are decoded once, in registers. On devices of sm_90 the
-products are those of native/grouped.py, with items as large as each other and of up to 96 pairs.
+is one expert and up to 32, 64 or 128 of its pairs; its weights are decoded once, in registers.
 
 A stored word of FP4 is two bytes, four codes: columns 2j, 2j + 1, 2j + 32 and 2j + 33 of 64. The kernels take one code
 of every word at a time, so bf16 activations lie in that order: of every 64 columns first 0, 2, .. 30, then 1, 3, .. 31,
@@ -21,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from deskfleet.engine.cuda.experts import ExpertShape, gated_activation
-from deskfleet.engine.cuda.native import grouped
 from deskfleet.engine.cuda.packing import TILE_ROWS, Fp4Tiles
 from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, to_bf16
 
@@ -112,10 +110,8 @@ def sort_kernel(
     first_expert,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
-    SHARE: tl.constexpr = 0,
 ):
-    """One program an expert: its pairs, ascending, in items of BM of them, or, where SHARE, in as many items as large
-    as each other, in multiples of SHARE; experts in an arbitrary order."""
+    """One program an expert: its pairs, ascending, in items of BM of them; experts in an arbitrary order."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     count = 0
@@ -125,23 +121,19 @@ def sort_kernel(
         count += tl.sum(mine.to(tl.int32), 0)
     if count > 0:
         own = (count + BM - 1) // BM
-        size = BM
-        if SHARE > 0:
-            size = ((count + own - 1) // own + SHARE - 1) // SHARE * SHARE
         first = tl.atomic_add(num_items, own)
         found = 0
         for start in range(0, num_pairs, BLOCK):
             pair = start + place
             mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert + first_expert
             rank = found + tl.cumsum(mine.to(tl.int32), 0) - 1
-            at = item_pairs + (first + rank // size) * BM + rank % size
-            tl.store(at, pair, mask=mine)
+            tl.store(item_pairs + first * BM + rank, pair, mask=mine)
             found += tl.sum(mine.to(tl.int32), 0)
         for start in range(0, own, 128):
             number = start + tl.arange(0, 128)
             at = items + (first + number) * 2
             tl.store(at, expert + number * 0, mask=number < own)
-            tl.store(at + 1, tl.minimum(count - number * size, size), mask=number < own)
+            tl.store(at + 1, tl.minimum(count - number * BM, BM), mask=number < own)
 
 
 @triton.jit
@@ -307,29 +299,19 @@ def grouped_down_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GroupedTuning:
-    """How the two kernels run: pairs an item, software stages of each, tiles a program of the second, warps. With
-    warpgroups of the one and the other, those of native/grouped.py, of which stages and what follows say nothing."""
+    """How the two kernels run: pairs an item, software stages of each, tiles a program of the second, warps."""
 
     rows: int = 128
     up_stages: int = 4
     down_stages: int = 4
     tiles: int = 4
     warps: int = 4
-    up_warpgroups: int = 0
-    down_warpgroups: int = 0
-
-    @property
-    def is_native(self) -> bool:
-        return self.up_warpgroups > 0
 
 
-def grouped_tuning(shape: ExpertShape, num_rows: int, device: torch.device | str) -> GroupedTuning:
-    """Items about as large as what an expert gets. Of few pairs, weights are all that takes time."""
+def grouped_tuning(shape: ExpertShape, num_rows: int) -> GroupedTuning:
+    """Items about as large as what an expert gets."""
     pairs = num_rows * shape.num_chosen
-    are_few = pairs <= 16 * shape.num_experts
-    if not are_few and grouped.runs_on(device):
-        return GroupedTuning(rows=96, up_warpgroups=3, down_warpgroups=3)
-    rows = 32 if are_few else 64 if pairs <= 96 * shape.num_experts else 128
+    rows = 32 if pairs <= 16 * shape.num_experts else 64 if pairs <= 96 * shape.num_experts else 128
     tiles = next(n for n in (4, 2, 1) if -(-shape.width // TILE_ROWS) % n == 0)
     return GroupedTuning(rows=rows, tiles=tiles)
 
@@ -352,7 +334,7 @@ class GroupedBuffers:
         pairs = num_rows * shape.num_chosen
         self.shape = shape
         self.num_pairs = pairs
-        self.tuning = tuning or grouped_tuning(shape, num_rows, device)
+        self.tuning = tuning or grouped_tuning(shape, num_rows)
         self.max_items = most_items(shape, pairs, self.tuning.rows)
         self.items = torch.zeros(self.max_items, 2, dtype=torch.int32, device=device)
         self.item_pairs = torch.zeros(self.max_items, self.tuning.rows, dtype=torch.int32, device=device)
@@ -360,10 +342,6 @@ class GroupedBuffers:
         self.num_listed = torch.zeros(1, dtype=torch.int32, device=device)
         self.activated = torch.zeros(pairs, shape.expert_width, dtype=torch.bfloat16, device=device)
         self.outputs = torch.zeros(pairs, shape.width, dtype=torch.bfloat16, device=device)
-
-    @property
-    def work(self) -> grouped.Items:
-        return grouped.Items(self.items, self.num_items, self.item_pairs)
 
 
 def sort_pairs(chosen: Tensor, buffers: GroupedBuffers, *, first_expert: int = 0) -> None:
@@ -377,7 +355,6 @@ def sort_pairs(chosen: Tensor, buffers: GroupedBuffers, *, first_expert: int = 0
         first_expert,
         BM=buffers.tuning.rows,
         BLOCK=4096,
-        SHARE=grouped.PAIRS_UNIT if buffers.tuning.is_native else 0,
         num_warps=8,
     )
 
@@ -393,12 +370,6 @@ def grouped_up(
 ) -> None:
     """x bf16 [T, M] permuted -> `buffers.activated` bf16 [P, F] permuted."""
     shape, tuning = buffers.shape, buffers.tuning
-    if tuning.is_native:
-        grouped.grouped_up(
-            x, weight, buffers.work, route_weights, buffers.activated, grouped.Cut(tuning.rows, tuning.up_warpgroups),
-            num_chosen=shape.num_chosen, limit=limit,
-        )  # fmt: skip
-        return
     grouped_up_kernel[(shape.expert_width // UNIT, buffers.max_items)](
         x,
         weight.codes,
@@ -422,10 +393,6 @@ def grouped_up(
 def grouped_down(weight: Fp4Tiles, buffers: GroupedBuffers, *, bit_ops: bool) -> None:
     """`buffers.activated` -> `buffers.outputs` bf16 [P, M], one row a pair; who adds them up is hyper.py."""
     shape, tuning = buffers.shape, buffers.tuning
-    if tuning.is_native:
-        cut = grouped.Cut(tuning.rows, tuning.down_warpgroups)
-        grouped.grouped_down(buffers.activated, weight, buffers.work, buffers.outputs, cut)
-        return
     grouped_down_kernel[(weight.num_rows // TILE_ROWS // tuning.tiles, buffers.max_items)](
         buffers.activated,
         weight.codes,

@@ -323,7 +323,6 @@ DEVICE float fast_exp2(float x) {
 }
 
 DEVICE float fast_exp(float x) { return __expf(x); }
-DEVICE float fast_divide(float a, float b) { return __fdividef(a, b); }
 DEVICE float fast_rsqrt(float x) { return rsqrtf(x); }
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_u32(float value) { return __float_as_uint(value); }

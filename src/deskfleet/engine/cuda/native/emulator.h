@@ -55,10 +55,6 @@ constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 64 << 10;  // a page of 
 constexpr u32 MOST_SHARED_BYTES = 227 << 10, FENCE_BYTES = 1 << 10;
 constexpr u8 FENCE = 0xa5;
 
-// For pipeline.cuh, which asks which block a fiber is of.
-constexpr u32 MOST_BLOCKS = 1;
-static char blocks[MOST_BLOCKS];
-
 struct Fiber;
 typedef void (*Work)(Fiber* lanes, u32 mask);  // what the last lane to arrive does for all
 
@@ -67,7 +63,6 @@ struct Fiber {
     dim3 thread;
     u32 number;
     u32 num_copies, num_groups;  // that have not landed; that have been ended
-    const char* block = blocks;
     const char* waits_in;  // the operation it has arrived at
     u32 mask;
     void* operands;
@@ -574,7 +569,6 @@ DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 DEVICE float __expf(float x) { return expf(x); }
 DEVICE float __logf(float x) { return logf(x); }
 DEVICE float fast_exp(float x) { return expf(x); }
-DEVICE float fast_divide(float a, float b) { return a / b; }
 DEVICE float fast_exp2(float x) { return exp2f(x); }
 DEVICE float fast_rsqrt(float x) { return rsqrtf(x); }
 
