@@ -36,13 +36,16 @@ def fp4(*shape: int) -> Fp4Matrix:
     ],
     ids=["one row", "ragged width", "many items of an expert", "more rows", "16 pairs an item"],
 )
-@pytest.mark.parametrize("processors", [1, 3, 132])
+@pytest.mark.parametrize(("processors", "shared_kib"), [(1, 227), (3, 227), (132, 227), (3, 99)])
 def test_experts(
     rows: int, width: int, gates: int, num_experts: int, num_chosen: int, members: int, processors: int,
-    monkeypatch: pytest.MonkeyPatch,
+    shared_kib: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of few processors a block has many units, of several items; of 132 one."""
+    """Of few processors a block has many units, of several items; of 132 one. Blocks with less memory have no ring."""
     monkeypatch.setattr(products, "num_processors", lambda device: processors)
+    monkeypatch.setattr(mixture, "most_shared_bytes", lambda device: shared_kib << 10)
+    has_ring = mixture.takes_ring(width, gates + -gates % 64, rows, members, DEVICE)
+    assert has_ring == (rows > 8 and members == 8 and shared_kib > 99)
     limit = 10.0
     w13, w2 = fp4(num_experts, 2 * gates, width), fp4(num_experts, width, gates)
     (codes13, scales13), (codes2, scales2) = fp8(2 * gates, width), fp8(width, gates)

@@ -7,8 +7,10 @@ many rows, gates and up values come by a ring in shared memory, which keeps memo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deskfleet.engine.cuda.native import products
@@ -42,14 +44,30 @@ def _divisor(number: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if number % n == 0)
 
 
-def _shared_members(num_rows: int) -> int:
-    """Rows of an item of the shared expert: its weights are read once for so many."""
-    return 8 if num_rows <= 8 else 16
+@functools.cache
+def most_shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may have, all of a processor's but 1 KiB: 227 KiB of data-centre GPUs and in the
+    emulator, 99 KiB of others."""
+    if device.type != "cuda":
+        return 227 << 10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - (1 << 10)
 
 
-def takes_ring(width: int, gates: int, num_rows: int, members: int) -> bool:
-    """Whether experts_ring.cu has gates and up values: whole tiles, so many rows that a processor has several."""
-    return num_rows > _FEW_ROWS and members == 8 and width % 128 == 0 and gates % 64 == 0
+def _ring_bytes(width: int, members: int) -> int:
+    """Stages, gates, x, sums of two units, places and weights of two items."""
+    sums = 2 * 4 * _RING_PAIRS * 2 * 64 * (members + 1)
+    return _RING_STAGES * (_STAGE_BYTES + 16) + 8 + _columns_bytes(width, members) + sums + 16 * members
+
+
+def takes_ring(width: int, gates: int, num_rows: int, members: int, device: torch.device) -> bool:
+    """Whether experts_ring.cu has gates and up values: whole tiles, several of them a processor, and room."""
+    fits = _ring_bytes(width, members) <= most_shared_bytes(device)
+    return num_rows > _FEW_ROWS and members == 8 and width % 128 == 0 and gates % 64 == 0 and fits
+
+
+def _up_bytes(width: int, members: int, warpgroups: int) -> int:
+    """x, sums of two units, places and weights of two items."""
+    return _columns_bytes(width, members) + 2 * 4 * warpgroups * 64 * (members + 1) + 16 * members
 
 
 def expert_up(
@@ -65,25 +83,23 @@ def expert_up(
         work.items, work.num_items, work.pairs, route_weights, *out, *shared_out, num_rows, float(limit),
     ]  # fmt: skip
     common = {"K": width, "F": gates, "NUM_CHOSEN": num_chosen, "MEMBERS": members}
-    if takes_ring(width, gates, num_rows, members):
+    if takes_ring(width, gates, num_rows, members, x.device):
         kernel_for(x, "experts_ring.cu", "up", common | {"STAGES": _RING_STAGES}).launch(
             (processors, 1, 1),
             256 * _RING_PAIRS + 32,
-            _columns_bytes(width, members)
-            + 2 * 4 * _RING_PAIRS * 2 * 64 * (members + 1)
-            + _RING_STAGES * (_STAGE_BYTES + 16)
-            + 8
-            + 16 * members,
+            _ring_bytes(width, members),
             arguments,
             dependent=True,
         )
         return
-    shared_members = _shared_members(num_rows)
     # Of few units a processor has one at most: more warpgroups, each with fewer blocks.
     alone = most_items * units <= processors
     all_blocks = -(-width // 128)
     blocks = -(-all_blocks // min(5 if alone else 2, all_blocks))
     warpgroups = -(-all_blocks // blocks)
+    # Rows of an item of the shared expert: its weights are read once for so many.
+    fits = _up_bytes(width, 16, warpgroups) <= most_shared_bytes(x.device)
+    shared_members = 16 if num_rows > 8 and fits else 8
     stages, most = _divisor(blocks, _FEW_STAGES), max(members, shared_members)
     defines = common | {
         "UP": 1,
@@ -99,7 +115,7 @@ def expert_up(
     kernel_for(x, "experts.cu", "up", defines).launch(
         (units * items if alone else _RESIDENT * processors, 1, 1),
         128 * warpgroups,
-        _columns_bytes(width, most) + 2 * 4 * warpgroups * 64 * (most + 1) + 16 * most,
+        _up_bytes(width, most, warpgroups),
         arguments,
         dependent=True,
     )
@@ -112,7 +128,7 @@ def expert_down(
     """w2 of both: bf16 [P, M] by pair, and bf16 [T, M]. Must follow `expert_up` of the same list."""
     num_rows, gates, width = len(shared_out), weight.num_columns, weight.num_rows
     most_items, members = work.pairs.shape
-    warpgroups, shared_members = 2, _shared_members(num_rows)
+    warpgroups, shared_members = 2, 16 if num_rows > 8 else 8
     units = -(-width // (64 * warpgroups))
     processors = products.num_processors(out.device)
     alone = most_items * units <= _RESIDENT * processors
@@ -143,4 +159,4 @@ def expert_down(
     )  # fmt: skip
 
 
-__all__ = ["Items", "expert_down", "expert_up", "takes_ring"]
+__all__ = ["Items", "expert_down", "expert_up", "most_shared_bytes", "takes_ring"]
