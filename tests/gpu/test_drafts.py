@@ -34,8 +34,10 @@ from tests.gpu.test_engine import (
     LIMIT,
     Pair,
     answers_of,
+    apart_from,
     asked,
     needs_gpu,
+    pocket,
     pocket_core,
     run_all,
     runner_on,
@@ -163,10 +165,9 @@ def test_answers_are_those_without_speculation(runners: dict[str, ModelRunner], 
 @pytest.mark.parametrize("speculation", ["k=1", "k=3", "k=5", "k=5,cap=conf:0.3"])
 def test_pocket_answers(asked: list[dict[str, Any]], speculation: str) -> None:
     """A trained checkpoint, whose drafts are accepted: the CPU's answers to its questions, eight at a time."""
-    core, _, _ = pocket_core(speculation=speculation)
+    core, source, tokens = pocket_core(speculation=speculation)
     some = asked[1:49]
-    answers = answers_of(core, some)
-    apart = [n for n, (a, q) in enumerate(zip(answers, some, strict=True)) if a != q["answer"]]
+    apart = apart_from(source, tokens, answers_of(core, some), some)
     assert len(apart) <= 1, apart  # where two tokens are nearly even
     assert core.stats.num_accepted > core.stats.num_drafted // 4
 
@@ -202,8 +203,7 @@ def test_two_gpus_draft_alike(asked: list[dict[str, Any]]) -> None:
     with LLM(locate(POCKET), device="cuda", tp_size=2, max_num_seqs=8, speculation="k=5") as llm:
         answers = llm.generate([q["prompt"] for q in some], sampling)
         stats = llm._call(llm._client.stats())
-    apart = [
-        n for n, (a, q) in enumerate(zip(answers, some, strict=True)) if list(a.token_ids) != q["answer"]
-    ]
+    source, tokens = pocket()
+    apart = apart_from(source, tokens, [list(a.token_ids) for a in answers], some)
     assert len(apart) <= 1, apart  # where two tokens are nearly even
     assert stats.num_accepted > stats.num_drafted // 4

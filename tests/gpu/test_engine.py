@@ -436,9 +436,14 @@ def asked() -> list[dict[str, Any]]:
 
 def pocket_core(**options: Any) -> tuple[EngineCore, Checkpoint, np.ndarray]:
     """A core over Pocket on the GPU, its checkpoint and its token map."""
-    source = Checkpoint.open(locate(POCKET))
-    tokens = compressed_token_map(load_tokenizer(source.directory)).astype(np.int64)
+    source, tokens = pocket()
     return core_on("cuda", source, tokens, max_step_tokens=256, **options), source, tokens
+
+
+def pocket() -> tuple[Checkpoint, np.ndarray]:
+    """Pocket's checkpoint and its token map."""
+    source = Checkpoint.open(locate(POCKET))
+    return source, compressed_token_map(load_tokenizer(source.directory)).astype(np.int64)
 
 
 def answers_of(core: EngineCore, asked: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -500,6 +505,18 @@ def gap_of(
     work = Segment(0, 0, ids, tokens[ids], tokens[:0], np.zeros(len(ids), bool))
     logits = runner.lead([work], [len(ids) - 1]).logits[0]
     return place, float((logits[theirs[place]] - logits[mine[place]]) / logits.std())
+
+
+def apart_from(
+    source: Checkpoint, tokens: np.ndarray, answers: Sequence[list[int]], asked: Sequence[dict[str, Any]]
+) -> list[tuple[int, int, float]]:
+    """Answers that are not the CPU's: question, and place and gap of `gap_of`, which say whether two tokens were nearly
+    even there."""
+    return [
+        (number, *gap_of(source, tokens, question["prompt"], mine, question["answer"]))
+        for number, (mine, question) in enumerate(zip(answers, asked, strict=True))
+        if mine != question["answer"]
+    ]
 
 
 @needs_gpu
