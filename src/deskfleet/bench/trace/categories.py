@@ -21,7 +21,10 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("experts", r"^(choose|list_items|up|down|sort|grouped_up|grouped_down|swiglu)(_kernel)?$"),
     ("hyper-connections", r"^(start|mix|finish|sum)(_kernel|_rows)?$"),
     ("matrix products", r"^(linear|(fp8|wide|bf16|plain|rows|weights)_kernel)$"),
-    ("sampling", r"^(anchor|markov|weigh|draw|confidence|quantize|norm|context)_kernel$"),
+    (
+        "sampling",
+        r"^(anchor|markov|best|token|digit|narrow|weigh|draw|confidence|quantize|norm|context)_kernel$",
+    ),
     (ENGRAM, r"engram|row_store|rowstore"),
     (
         COLLECTIVE,

@@ -55,7 +55,7 @@ def best_kernel(
 
 
 @triton.jit
-def choose_kernel(
+def token_kernel(
     maxima,  # float32 [R, CHUNKS]
     best,  # int32 [R, CHUNKS]
     bad,  # int32 [R, CHUNKS]
@@ -376,7 +376,7 @@ class Sampling:
             logits, self.maxima, self.best, self.bad, V=logits.shape[1], STRIDE=logits.stride(0), CHUNK=_CHUNK,
             num_warps=4,
         )  # fmt: skip
-        choose_kernel[(rows,)](
+        token_kernel[(rows,)](
             self.maxima, self.best, self.bad, self.greatest, self.chosen, V=logits.shape[1], CHUNKS=chunks,
             BLOCK_CHUNKS=triton.next_power_of_2(chunks), num_warps=4,
         )  # fmt: skip
