@@ -96,7 +96,7 @@ def _counted(number: int, thing: str) -> str:
 
 def _by_time(result: GpuResult) -> Any:
     last: Mapping[str, float] = result.samples[-1]["kernel_ms"]
-    return lambda kind: -last.get(kind, 0.0)
+    return lambda kind: (-last.get(kind, 0.0), kind)
 
 
 def _kernel_rows(result: GpuResult) -> list[str]:
