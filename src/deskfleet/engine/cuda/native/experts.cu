@@ -9,6 +9,7 @@
 // Given by the compiler's command line: UP or DOWN, K (model width), F (expert width), NUM_CHOSEN, MEMBERS and SHARED_MEMBERS
 // (8 or 16), WARPGROUPS, BLOCKS (up: of 128 columns, a warpgroup), STAGES and SHARED_STAGES (blocks of weights under way),
 // ALONE, PER_PROCESSOR (blocks).
+#include "items.cuh"
 #include "warpgroup.cuh"
 
 constexpr int THREADS = WARPGROUPS * 128;
@@ -44,15 +45,6 @@ struct Product : GroupProduct<FORM, COLUMNS, members_of<FORM>, NUM_BLOCKS, FORM 
         this->run(x, goes_on, next);
     }
 };
-
-struct Item {
-    int expert, count;
-};
-
-DEVICE Item read_item(const int* items, int number) {
-    const words2 both = load_fresh2(items + number * 2);
-    return {(int)both.x, (int)both.y};
-}
 
 // The number of this warp, which the compiler sees to be one number.
 DEVICE int warp_of() { return __shfl_sync(ALL_LANES, (int)(threadIdx.x >> 5), 0); }
@@ -106,13 +98,7 @@ DEVICE void activate(const float* sums, const Rows& rows, int half, int unit, in
             gate += sums[(part * 64 + lane) * PITCH + n];
             value += sums[(part * 64 + 32 + lane) * PITCH + n];
         }
-        gate = fminf(bf16_rounded(gate), limit);
-        value = fminf(fmaxf(bf16_rounded(value), -limit), limit);
-        const u64 place = (u64)rows.places[half][n];
-        value = bf16_rounded(gate / (1.0f + fast_exp(-gate)) * value * rows.routes[half][n]);
-        const u32 bits = fp8_scale_bits(greatest_of_warp(fabsf(value)));
-        out[place * F + unit * 32 + lane] = fp8_code(value, bits);
-        if (lane == 0) out_scales[place * (4 * ((F + 127) / 128)) + unit] = (u8)(bits >> 23);
+        store_activation<F>(gate, value, rows.routes[half][n], limit, (u64)rows.places[half][n], unit, lane, out, out_scales);
     }
 }
 

@@ -7,10 +7,11 @@
 //
 // Given by the compiler's command line: K (model width), F (expert width), NUM_CHOSEN, MEMBERS (8), STAGES (of the ring, a power
 // of two).
+#include "items.cuh"
 #include "warpgroup.cuh"
 
 constexpr int PAIRS = 2, WARPS = PAIRS * 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
-constexpr int UNITS = 2 * F / 128, BLOCKS = (K + 127) / 128, OUT_BLOCKS = (F + 127) / 128, PITCH = MEMBERS + 1;
+constexpr int UNITS = 2 * F / 128, BLOCKS = (K + 127) / 128, PITCH = MEMBERS + 1;
 constexpr int TILE_CODES = 8192, TILE_SCALES = 512;  // bytes of a block of 128 columns of a tile of FP4
 constexpr int STAGE_BYTES = 2 * (TILE_CODES + TILE_SCALES);
 
@@ -22,15 +23,6 @@ template <int FORM>
 constexpr int STEPS = (BLOCKS + SPAN<FORM> - 1) / SPAN<FORM>;
 
 typedef Columns<K, MEMBERS> X;
-
-struct Item {
-    int expert, count;
-};
-
-DEVICE Item read_item(const int* items, int number) {
-    const words2 both = load_fresh2(items + number * 2);
-    return {(int)both.x, (int)both.y};
-}
 
 // Units of a block: of the shared expert, whose weights have twice the bytes, then routed ones, counted over all items.
 struct Share {
@@ -205,13 +197,8 @@ DEVICE void activate(const Consumer& own, const float* sums, int which, int unit
             const float* at = sums + ((pair * 2 + half) * 64 + own.lane) * PITCH + n;
             gate += at[0], value += at[32 * PITCH];
         }
-        gate = fminf(bf16_rounded(gate), limit);
-        value = fminf(fmaxf(bf16_rounded(value), -limit), limit);
-        const u64 place = (u64)own.ring.places[which][n];
-        value = bf16_rounded(gate / (1.0f + fast_exp(-gate)) * value * own.ring.routes[which][n]);
-        const u32 bits = fp8_scale_bits(greatest_of_warp(fabsf(value)));
-        out[place * F + group * 32 + own.lane] = fp8_code(value, bits);
-        if (own.lane == 0) out_scales[place * (4 * OUT_BLOCKS) + group] = (u8)(bits >> 23);
+        store_activation<F>(gate, value, own.ring.routes[which][n], limit, (u64)own.ring.places[which][n], group, own.lane, out,
+                            out_scales);
     }
 }
 
