@@ -1,12 +1,12 @@
 """Compiles the CUDA C++ kernels for sm_90a without a GPU and reports what NVRTC made of them.
 
-    python tools/native_sass.py [--nvrtc FILE] [--rows 1,4,16,32,64] [--code] [NAME ...]
+    python tools/native_sass.py [--nvrtc FILE] [--rows 1,4,16,32,64] [--exact] [--code] [NAME ...]
 
 In the environment of tools/triton_env.sh, whose disassembler it uses; NVRTC is that of torch, of nvidia-cuda-nvrtc
 beside it, or FILE. The variants are those that steps of these sizes of a rank of four launch, recorded by running them
 on tensors without memory. For each: threads, registers, the bytes and instructions of spills, shared memory of a
 block, blocks that a processor holds, instructions in all, of the integer pipe, in the longest loop, and the most
-frequent ones. --code prints the listings, too.
+frequent ones. --exact has products with float32 sums; --code prints the listings, too.
 Exits 1 when a kernel spills or does not compile.
 """
 
@@ -69,15 +69,15 @@ class Recorder:
         self.variants.setdefault(found.name, found)
 
 
-def variants(rows: list[int]) -> list[Variant]:
-    """What steps of so many rows launch, each once."""
+def variants(rows: list[int], *, exact: bool) -> list[Variant]:
+    """What steps of so many rows launch, each once; `exact` as of packing.Fp4Tiles."""
     recorder = Recorder()
     native.kernel = native.emulated = recorder
     products.num_processors = lambda device: PROCESSORS
     config, device = ModelConfig.from_dict(published_config_dict()), torch.device("meta")
     synthetic.random_bytes = lambda shape, seed, device: torch.empty(shape, dtype=torch.uint8, device=device)
     JITFunction.__getitem__ = lambda kernel, grid: lambda *arguments, **options: None
-    shape = synthetic.RankShape(config, 4)
+    shape = synthetic.RankShape(config, 4, exact=exact)
     layers = [synthetic.make_layer(shape, plan, 0, device) for plan in config.layers]
     embedding = torch.empty(shape.vocabulary, config.hidden_size, dtype=torch.bfloat16, device=device)
     head = linear.pack_bf16(embedding)
@@ -136,10 +136,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--nvrtc", type=Path, help="libnvrtc.so of another place")
     parser.add_argument("--rows", default="1,4,16,32,64", help="sizes of steps")
+    parser.add_argument("--exact", action="store_true", help="products with float32 sums")
     parser.add_argument("--code", action="store_true", help="print the listings")
     options = parser.parse_args()
     nvrtc = compiler.Compiler(options.nvrtc)
-    found = variants([int(number) for number in options.rows.split(",")])
+    found = variants([int(number) for number in options.rows.split(",")], exact=options.exact)
     chosen = [variant for variant in found if all(name in variant.name for name in options.names)]
     if not chosen:
         raise SystemExit(f"none of {len(found)} variants has {' '.join(options.names)} in its name")

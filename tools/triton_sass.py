@@ -90,6 +90,8 @@ _UP = {
 }  # fmt: skip
 _DOWN = {**_TILES, **_ITEMS, "out": "*bf16"}
 _FLAGS = {"BM": 8, "GROUPS": 2, "BIT_OPS": False}
+_FP8 = {**_FLAGS, "EXACT": False}
+_EXACT = {**_FLAGS, "EXACT": True}
 
 
 def cases() -> list[Case]:
@@ -108,7 +110,7 @@ def cases() -> list[Case]:
             "experts_up fp4 1152x5120",
             experts.up_kernel,
             _UP,
-            {**_FLAGS, "K": 5120, "F": 576, "NUM_CHOSEN": 6, "FORM": "fp4", "IS_ROUTED": True, "SPLITS": 1,
+            {**_FP8, "K": 5120, "F": 576, "NUM_CHOSEN": 6, "FORM": "fp4", "IS_ROUTED": True, "SPLITS": 1,
              "STAGES": 4},
             128 * 128,
             FP4,
@@ -120,7 +122,7 @@ def cases() -> list[Case]:
             "experts_down fp4 5120x576",
             experts.down_kernel,
             _DOWN,
-            {**_FLAGS, "F": 576, "N": 5120, "FORM": "fp4", "IS_ROUTED": True, "TILES": 4, "STAGES": 4},
+            {**_FP8, "F": 576, "N": 5120, "FORM": "fp4", "IS_ROUTED": True, "TILES": 4, "STAGES": 4},
             128 * 128,
             FP4,
             registers=128,
@@ -132,7 +134,7 @@ def cases() -> list[Case]:
             "shared_up fp8 1152x5120",
             experts.up_kernel,
             {**_UP, **fp8},
-            {**_FLAGS, "K": 5120, "F": 576, "NUM_CHOSEN": 1, "FORM": "fp8", "IS_ROUTED": False,
+            {**_FP8, "K": 5120, "F": 576, "NUM_CHOSEN": 1, "FORM": "fp8", "IS_ROUTED": False,
              "SPLITS": 8, "STAGES": 3},
             128 * 128,
             FP8,
@@ -143,11 +145,22 @@ def cases() -> list[Case]:
             "shared_down fp8 5120x576",
             experts.down_kernel,
             {**_DOWN, **fp8},
-            {**_FLAGS, "F": 576, "N": 5120, "FORM": "fp8", "IS_ROUTED": False, "TILES": 1, "STAGES": 3},
+            {**_FP8, "F": 576, "N": 5120, "FORM": "fp8", "IS_ROUTED": False, "TILES": 1, "STAGES": 3},
             128 * 128,
             FP8,
         )
     )
+    # Pocket's, whose products are exact: nobody waits for their instructions.
+    for rows, groups in ((8, 2), (16, 1)):
+        own = {**_EXACT, "BM": rows, "GROUPS": groups, "FORM": "fp4", "IS_ROUTED": True, "STAGES": 4}
+        sizes = {"K": 256, "F": 128, "NUM_CHOSEN": 2, "SPLITS": 1}
+        found.append(
+            Case(f"experts_up exact, {rows} rows", experts.up_kernel, _UP, own | sizes, registers=128)
+        )
+        sizes = {"F": 128, "N": 256, "TILES": 2}
+        found.append(
+            Case(f"experts_down exact, {rows} rows", experts.down_kernel, _DOWN, own | sizes, registers=128)
+        )
     return (
         found
         + linear_cases()
@@ -189,7 +202,7 @@ def linear_cases() -> list[Case]:
                 f"{name} fp8 {rows}x{columns}",
                 linear.fp8_kernel,
                 _LINEAR,
-                {**_FLAGS, **constants},
+                {**_FP8, **constants},
                 128 * 128,
                 FP8,
             )
@@ -219,7 +232,9 @@ def linear_cases() -> list[Case]:
         "STAGES": 3,
     }
     name = "wq_a + wkv fp8, 32 rows"
-    found.append(Case(name, linear.fp8_kernel, _LINEAR, {**_FLAGS, **constants}, 128 * 128, FP8))
+    found.append(Case(name, linear.fp8_kernel, _LINEAR, {**_FP8, **constants}, 128 * 128, FP8))
+    constants |= {"K": 256, "N": 192, "SPLITS": 1}
+    found.append(Case("wq_a + wkv exact, 32 rows", linear.fp8_kernel, _LINEAR, {**_EXACT, **constants}))
     plain = {
         "x": "*bf16",
         "weight": "*bf16",

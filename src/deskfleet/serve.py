@@ -206,7 +206,7 @@ def _check(engine: EngineClient, memory: RankMemory) -> RankCheck:
         engine.plan,
         engine.limits,
         memory.rank,
-        max_step_tokens=engine.options.max_num_batched_tokens,
+        max_step_tokens=engine.max_num_batched_tokens,
         with_drafts=engine.with_drafts,
     )
     return check_device(lines, memory)

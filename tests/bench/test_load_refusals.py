@@ -115,7 +115,9 @@ def test_a_number_under_a_condition_carries_it(
 
 def test_ordinary_answers_carry_no_label_of_their_own() -> None:
     result, _ = measure(Behaviour(drafts=True))
-    without_drafts, _ = measure(Behaviour(answer=lambda generator, index: "same "))  # nothing is faster for it
+    without_drafts, _ = measure(
+        Behaviour(answer=lambda generator, index: "same ")
+    )  # nothing is faster for it
     for refused, labelled in (kinds(result), kinds(without_drafts)):
         assert not refused
         assert labelled <= {"slow-client"}  # of the machine that tests run on, which may have other work

@@ -75,7 +75,9 @@ def test_chat_remembers_and_forgets(server: Server) -> None:
 
 
 def test_chat_shows_reasoning_apart_from_the_answer(server: Server) -> None:
-    done = deskfleet("chat", server.url, "--thinking", "--max-tokens", "8", "--temperature", "0", "--once", "hello")
+    done = deskfleet(
+        "chat", server.url, "--thinking", "--max-tokens", "8", "--temperature", "0", "--once", "hello"
+    )
     assert done.code == 0
     assert done.out.strip() == ""  # eight tokens are not enough to finish thinking
     assert done.err.strip() != ""

@@ -126,6 +126,25 @@ def test_grouped_experts(
     assert relative_error(total, expected) < BF16
 
 
+def test_scales_of_grouped_experts(device: torch.device, bit_ops: bool) -> None:
+    """Every scale that a weight may have, a row of the matrix each, and the first that it may not."""
+    width, most = 64, prefill_experts.MOST_SCALE
+    codes = torch.randint(0, 256, (1, 256, width // 2), dtype=torch.uint8)
+    scales = torch.arange(256).clamp(max=most + 1).to(torch.uint8)
+    matrix = quant.Fp4Matrix(codes, scales[None, :, None].expand(1, 256, width // 32).contiguous())
+    buffers = GroupedBuffers(ExpertShape(256, width, 1, 1), 1, device, GroupedTuning(rows=32, tiles=1))
+    prefill_experts.sort_pairs(torch.zeros(1, 1, dtype=torch.int32, device=device), buffers)
+    x = quant.fake_quant_fp8(normal(1, width).to(torch.bfloat16))
+    buffers.activated.copy_(prefill_experts.permuted(x))
+    prefill_experts.grouped_down(fp4_on(device, packing.pack_fp4(matrix)), buffers, bit_ops=bit_ops)
+    got, weight = buffers.outputs[0].cpu().double(), matrix[0].decode().double()
+    exact, terms = weight @ x[0].double(), weight.abs() @ x[0].double().abs()
+    # The output's bf16, the float32 sum, and whatever a device makes of the smallest bf16 numbers.
+    allowed = 2.0**-8 * exact.abs() + 2.0**-20 * terms + 2.0**-110
+    assert bool(((got - exact).abs() <= allowed)[: most + 1].all())
+    assert not bool(torch.isfinite(got[most + 1 :]).any())
+
+
 def test_products(device: torch.device, bit_ops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight in parts, its heads rotated, and the shared expert."""
     rows, width, expert_width = 37, 320, 192

@@ -34,8 +34,11 @@ def fp8(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return codes, torch.randint(111, 117, (rows // 32, columns // 32), dtype=torch.uint8)
 
 
-def on_device(tiles: packing.Fp4Tiles | packing.Fp8Tiles) -> packing.Fp4Tiles | packing.Fp8Tiles:
-    return type(tiles)(tiles.codes.to(DEVICE), tiles.scales.to(DEVICE), tiles.num_rows, tiles.num_columns)
+def on_device(
+    tiles: packing.Fp4Tiles | packing.Fp8Tiles, *, exact: bool = False
+) -> packing.Fp4Tiles | packing.Fp8Tiles:
+    codes, scales = tiles.codes.to(DEVICE), tiles.scales.to(DEVICE)
+    return type(tiles)(codes, scales, tiles.num_rows, tiles.num_columns, exact)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,7 @@ from deskfleet.cli.terminal import own_command, print_json, say
 from deskfleet.engine.client import EngineOptions
 from deskfleet.gateway.loop import run_server, settle
 from deskfleet.gateway.settings import GatewaySettings
+from deskfleet.model.device import DEFAULT_MAX_NUM_BATCHED_TOKENS as STEP_TOKENS
 
 if TYPE_CHECKING:  # the gateway and the engine are imported when they are started: --help needs neither
     from deskfleet.serve import Ready, ServeEvent, ServeOptions
@@ -74,9 +75,13 @@ def run(
         int, typer.Option("--max-num-seqs", metavar="N", min=1, help="Requests that run at the same time.")
     ] = ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--max-num-batched-tokens", metavar="N", min=1, help="Tokens of one step, over all requests."
+            "--max-num-batched-tokens",
+            metavar="N",
+            min=1,
+            help=f"Tokens of one step, over all requests. [default: {STEP_TOKENS['cpu']}; on a GPU "
+            f"{STEP_TOKENS['cuda']:,}]",
         ),
     ] = ENGINE.max_num_batched_tokens,
     served_model_name: Annotated[

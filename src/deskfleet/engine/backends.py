@@ -31,7 +31,9 @@ from deskfleet.engine.wanted import Choice, Outcome, outcome_of
 from deskfleet.engine.weights import ShardReader
 from deskfleet.errors import EngineError
 from deskfleet.model.cache_formats import CacheFormats
-from deskfleet.model.limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, OperatorChoice, RunnerLimits
+from deskfleet.model.config import ModelConfig
+from deskfleet.model.device import DEFAULT_MAX_NUM_BATCHED_TOKENS, exact_products
+from deskfleet.model.limits import OperatorChoice, RunnerLimits
 from deskfleet.model.packs import PackedTables
 
 if TYPE_CHECKING:  # needs Triton, which not every torch brings
@@ -44,11 +46,13 @@ _LEAST_CAPABILITY = (8, 9)  # FP8 in the tensor cores
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """How a device is used. `max_step_tokens`: of all requests of one step; `graphs`: captured, not launched one by
-    one; `rendezvous`: where ranks meet for their devices if they have not met through torch (RankSpec)."""
+    one; `rendezvous`: where ranks meet for their devices if they have not met through torch (RankSpec); `exact`: how
+    products of steps that decode are summed (packing.Fp4Tiles), None: by the model's size."""
 
-    max_step_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_step_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS["cuda"]
     graphs: bool = True
     rendezvous: str | None = None
+    exact: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +210,7 @@ class CudaBackend:
             max_step_tokens=parts.device.max_step_tokens,
             graphs=parts.device.graphs,
             bit_ops=bit_ops,
+            exact=parts.device.exact,
             pack=parts.pack,
             with_drafts=parts.with_drafts,
             group=group,
@@ -298,12 +303,19 @@ def open_device() -> str:
     )
 
 
-def select(device: str, operators: OperatorChoice) -> ops.Selection:
-    """Choose who computes on `device`, for the whole process. Raises EngineError when it cannot be had."""
-    if device == "cuda":
-        detail = "layers and head in kernels on {}; Engram rows and grammars on the host"
-        return ops.Selection("cuda", "triton", detail.format(open_device()))
-    return ops.select(operators)
+def select(device: str, operators: OperatorChoice, config: ModelConfig) -> ops.Selection:
+    """Choose who computes the model of `config` on `device`, for the whole process. Raises EngineError when it cannot
+    be had."""
+    if device != "cuda":
+        return ops.select(operators)
+    is_exact = exact_products(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
+    sums = (
+        "products of steps that decode summed in float32"
+        if is_exact
+        else "experts of steps that decode summed by FP8 instructions, in some 13 bits"
+    )
+    detail = f"layers and head in kernels on {open_device()}; Engram rows and grammars on the host; {sums}"
+    return ops.Selection("cuda", "triton", detail)
 
 
 __all__ = [

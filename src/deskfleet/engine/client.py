@@ -47,11 +47,10 @@ from deskfleet.engine.speculate import SpeculationOptions
 from deskfleet.engine.stopping import StopStrings
 from deskfleet.errors import ConfigError, EngineError, PromptTooLong, RequestError
 from deskfleet.model.checkpoint import Checkpoint
-from deskfleet.model.device import Device
+from deskfleet.model.device import Device, default_max_num_batched_tokens
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import (
     DEFAULT_BLOCK_SIZE,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_NUM_WINDOW_TAILS,
     OperatorChoice,
     PrefixReplay,
@@ -71,7 +70,7 @@ _STOP_S = 5.0  # how long ranks may take to end by themselves when asked
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run a checkpoint. None means: derived from the checkpoint or the machine.
+    """How to run a checkpoint. None means: derived from the checkpoint, the device or the machine.
 
     `kv_cache_tokens` is the capacity of the pool of compressed KV; `num_window_tails` the windows kept of requests that
     have ended. Each of `dcp_size` ranks holds a share of the pool. `speculation` is read by SpeculationOptions.parse.
@@ -86,7 +85,7 @@ class EngineOptions:
     dcp_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_num_batched_tokens: int | None = None
     threads_per_rank: int | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
     kv_cache_tokens: int | None = None
@@ -155,8 +154,9 @@ class EngineClient:
 
     `async with EngineClient(checkpoint, options) as engine: ...`. `on_load` is called with LoadProgress. `starter` is
     where ranks come from, by default processes of this machine. `plan` says which rank holds what, `limits` how much
-    at once, `with_drafts` whether drafts are served. `planned_bytes`, the resident bytes planned for each rank, may be
-    set before `start`: a rank whose machine cannot give them refuses before it loads.
+    at once, `max_num_batched_tokens` how much in one step, `with_drafts` whether drafts are served. `planned_bytes`,
+    the resident bytes planned for each rank, may be set before `start`: a rank whose machine cannot give them refuses
+    before it loads.
     """
 
     def __init__(
@@ -176,6 +176,7 @@ class EngineClient:
         self._on_load = on_load
         _check_options(self.options)
         self._max_model_len = _resolve_max_model_len(checkpoint, self.options.max_model_len)
+        self.max_num_batched_tokens = _resolve_max_num_batched_tokens(self.options, self._max_model_len)
         self.with_drafts = _speculation(checkpoint, self.options).num_drafts > 0
         self.limits = _resolve_limits(checkpoint, self.options, self._max_model_len, self.with_drafts)
         self.plan = ShardPlan(checkpoint.config, Layout(self.options.tp_size))  # refuses an impossible layout
@@ -379,7 +380,7 @@ class EngineClient:
             checks_pack=self._starter.ranks_know_paths,
             rendezvous=self._starter.rendezvous,
             limits=self.limits,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             speculation=options.speculation,
             prefix_cache=options.prefix_cache,
             prefix_replay=options.prefix_replay,
@@ -654,6 +655,14 @@ def _speculation(checkpoint: Checkpoint, options: EngineOptions) -> SpeculationO
     config = checkpoint.config
     block_size = config.dspark_block_size if config.num_nextn_predict_layers else 0
     return SpeculationOptions.parse(options.speculation, block_size)
+
+
+def _resolve_max_num_batched_tokens(options: EngineOptions, max_model_len: int) -> int:
+    if options.max_num_batched_tokens is not None:
+        return options.max_num_batched_tokens
+    return default_max_num_batched_tokens(
+        options.device, max_num_seqs=options.max_num_seqs, max_model_len=max_model_len
+    )
 
 
 def _resolve_limits(

@@ -36,6 +36,7 @@ from deskfleet.engine.speculate import (
 )
 from deskfleet.engine.wanted import Choice
 from deskfleet.errors import RequestError
+from deskfleet.model.device import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from deskfleet.model.limits import PrefixReplay
 from deskfleet.model.tokenizer import ThinkingTokens
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 class CoreOptions:
     """How a core runs its requests; sizes are the runner's limits."""
 
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"]
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     prefix_cache: bool = True
     prefix_replay: PrefixReplay = "exact"

@@ -84,9 +84,9 @@ def run(spec: RankSpec, paths: RankPaths, control: Control, group_memory: int | 
     pulse = _Pulse(spec.rank)
     control.beat(pulse.heartbeat)
     torch.set_num_threads(spec.num_threads or len(os.sched_getaffinity(0)))
-    operators = select(spec.device, spec.operators)
     meeting = choose_meeting(spec.tp_size, group_memory)
     checkpoint = _open_same(spec, paths)
+    operators = select(spec.device, spec.operators, checkpoint.config)
     plan = ShardPlan(checkpoint.config, Layout(spec.tp_size))
     compressed = token_map(checkpoint)
     if spec.checks_pack and paths.engram_pack is not None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
 """What may be asked for."""
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS: Mapping[Device, int] = {"cpu": 512, "cuda": 2048}
+"""Tokens of a step where nobody says. Prompts fill a GPU's tensor cores from FILLED_ROWS on, and larger steps read more
+of them a second (decision 0021), but streams wait for a step: one of so many rows leaves them three times the
+scheduler's decode floor there."""
 
 MOST_DECODE_ROWS = 64
 """Up to so many rows a step that decodes has exactly as many as there are, drafts included."""
@@ -22,8 +28,22 @@ FILLED_ROWS = 1024
 REPLAYED_ROWS = 256
 """Rows that go through the decoder at a time where it is replayed."""
 
+_EXACT_BYTES = 64 << 20  # of a layer's routed experts
+
 _SCORE_BYTES = 2  # of one row's score of one entry
 _MOST_SCORES_BYTES = 2 << 30  # of one step
+
+
+def exact_products(num_experts: int, width: int, expert_width: int) -> bool:
+    """Whether steps that decode sum products of FP8 codes in float32, as prompts' large steps always do, rather than by
+    the tensor cores' FP8 instructions, which keep some 13 bits: where a layer's experts are so small that a product
+    waits for its launch and not for memory, so that nothing is lost by it."""
+    return num_experts * 3 * width * expert_width // 2 <= _EXACT_BYTES
+
+
+def default_max_num_batched_tokens(device: Device, *, max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens of a step where nobody says: the device's default, or all that requests can have at once if fewer."""
+    return min(DEFAULT_MAX_NUM_BATCHED_TOKENS[device], max_num_seqs * max_model_len)
 
 
 def decode_sizes(max_num_seqs: int, num_drafts: int = 0) -> range:
@@ -61,13 +81,16 @@ def summed_rows(
 
 
 __all__ = [
+    "DEFAULT_MAX_NUM_BATCHED_TOKENS",
     "FILLED_ROWS",
     "MOST_DECODE_ROWS",
     "MOST_DRAFTED",
     "REPLAYED_ROWS",
     "Device",
     "decode_sizes",
+    "default_max_num_batched_tokens",
     "draft_sizes",
+    "exact_products",
     "passage_blocks",
     "prefill_sizes",
     "summed_rows",

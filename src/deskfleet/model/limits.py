@@ -24,7 +24,6 @@ can be loaded; `native` refuses to start without them."""
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_WINDOW_TAILS = 32
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 
 MAX_TRANSIENT_BYTES = 2 << 30
 """What a step may take for index scores, by default."""
@@ -132,7 +131,6 @@ def _check_decoder_replay(config: ModelConfig) -> None:
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
-    "DEFAULT_MAX_NUM_BATCHED_TOKENS",
     "DEFAULT_NUM_WINDOW_TAILS",
     "MAX_TRANSIENT_BYTES",
     "OperatorChoice",

@@ -242,7 +242,7 @@ class Rank:
         step.positions.add_(place % (1 + c.dspark_block_size))
         most_drafted = len(self.pages.window_table)
         block = DraftStep(
-            RankShape(c, self.shape.tp_size, of_drafts=True), self.drafts, self.embedding, self.head, self.pages,
+            replace(self.shape, of_drafts=True), self.drafts, self.embedding, self.head, self.pages,
             num_requests=num_requests, first_own=len(self.pages.windows[0]) - most_drafted * c.dspark_block_size,
             device=device, bit_ops=bit_ops,
         )  # fmt: skip
@@ -276,9 +276,11 @@ def make_rank(
     max_model_len: int,
     device: torch.device,
     num_drafted: int = 0,
+    exact: bool = False,
 ) -> Rank:
-    """Random weights of rank 0 of `tp_size`, and full pages; of the draft stages too, where any are drafted for."""
-    shape = RankShape(config, tp_size)
+    """Random weights of rank 0 of `tp_size`, and full pages; of the draft stages too, where any are drafted for.
+    `exact`: how products are summed (packing.Fp4Tiles)."""
+    shape = RankShape(config, tp_size, exact=exact)
     layers = [make_layer(shape, plan, 0, device) for plan in config.layers[:num_layers]]
     embedding = synthetic.normal((shape.vocabulary, config.hidden_size), 1.0, 11, device).to(torch.bfloat16)
     head = synthetic.normal((shape.vocabulary, config.hidden_size), 0.02, 12, device).to(torch.bfloat16)
@@ -288,7 +290,7 @@ def make_rank(
     )  # fmt: skip
     fill_pages(config, pages, device)
     norm = torch.ones(config.hidden_size, device=device)
-    drafts = make_drafts(RankShape(config, tp_size, of_drafts=True), 0, device) if num_drafted else None
+    drafts = make_drafts(replace(shape, of_drafts=True), 0, device) if num_drafted else None
     return Rank(shape, layers, embedding, linear.pack_bf16(head), norm, pages, drafts)
 
 
@@ -334,6 +336,7 @@ def decode(options: argparse.Namespace, device: torch.device) -> Iterator[dict[s
         max_model_len=options.context + 64,
         device=device,
         num_drafted=max(options.drafts, default=0),
+        exact=options.exact,
     )
     torch.cuda.synchronize()
     print(
@@ -1135,6 +1138,11 @@ def measure(arguments: Sequence[str], document: dict[str, Any]) -> None:
         "--drafts", type=_integers, default=(), nargs="?", const=(1,),
         help="numbers of requests whose whole blocks of drafts are verified, and drafted again",
     )  # fmt: skip
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="products of steps that decode summed in float32, as small models have them",
+    )
     parser.add_argument("--steps", type=int, default=60, help="timed replays of each case")
     parser.add_argument("--context", type=int, default=1100, help="positions before the step")
     parser.add_argument("--layers", type=int, default=40)
@@ -1156,6 +1164,7 @@ def measure(arguments: Sequence[str], document: dict[str, Any]) -> None:
         "layers": options.layers,
         "steps": options.steps,
         "weights": "random bytes",
+        "products": "float32 sums" if options.exact else "FP8 instructions",
         "collectives": COLLECTIVES[options.collectives],
     }
     with torch.inference_mode():

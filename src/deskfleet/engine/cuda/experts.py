@@ -156,6 +156,7 @@ def up_kernel(
     FORM: tl.constexpr,
     IS_ROUTED: tl.constexpr,
     SPLITS: tl.constexpr,
+    EXACT: tl.constexpr,
     BM: tl.constexpr,
     GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
@@ -193,7 +194,8 @@ def up_kernel(
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, NUM_BLOCKS)
     acc = accumulate(
-        own_codes, own_scales, x, x_scales, tile, rows, live, begin, end, K, K, FORM, BM, GROUPS, BIT_OPS, STAGES,
+        own_codes, own_scales, x, x_scales, tile, rows, live, begin, end, K, K, FORM, EXACT, BM, GROUPS, BIT_OPS,
+        STAGES,
     )  # fmt: skip
     if SPLITS > 1:
         offsets = tl.arange(0, 128)[:, None] * BM + member[None, :]
@@ -224,6 +226,7 @@ def down_kernel(
     FORM: tl.constexpr,
     IS_ROUTED: tl.constexpr,
     TILES: tl.constexpr,
+    EXACT: tl.constexpr,
     BM: tl.constexpr,
     GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
@@ -251,7 +254,7 @@ def down_kernel(
         tile = first + turn // NUM_BLOCKS
         block = turn % NUM_BLOCKS
         where = operands(own_codes, own_scales, x, x_scales, tile, block, pairs, F, F, FORM, BM, GROUPS)
-        acc = add_block(acc, where, block, live, F, FORM, BM, GROUPS, BIT_OPS)
+        acc = add_block(acc, where, block, live, F, FORM, EXACT, BM, GROUPS, BIT_OPS)
         if block == NUM_BLOCKS - 1:
             total = of_all_groups(acc, BM, GROUPS)
             if FORM == "fp4":
@@ -402,6 +405,7 @@ def routed_up(
         FORM="fp4",
         IS_ROUTED=True,
         SPLITS=tuning.splits,
+        EXACT=weight.exact,
         BM=tuning.rows,
         GROUPS=tuning.groups,
         BIT_OPS=bit_ops,
@@ -429,6 +433,7 @@ def routed_down(weight: Fp4Tiles, buffers: ExpertBuffers, *, bit_ops: bool) -> N
         FORM="fp4",
         IS_ROUTED=True,
         TILES=tuning.tiles,
+        EXACT=weight.exact,
         BM=tuning.rows,
         GROUPS=tuning.groups,
         BIT_OPS=bit_ops,
@@ -486,6 +491,7 @@ def shared_up(
         FORM="fp8",
         IS_ROUTED=False,
         SPLITS=buffers.splits,
+        EXACT=weight.exact,
         BM=buffers.block_rows,
         GROUPS=groups_of(buffers.block_rows),
         BIT_OPS=bit_ops,
@@ -512,6 +518,7 @@ def shared_down(weight: Fp8Tiles, buffers: SharedBuffers, *, bit_ops: bool) -> N
         FORM="fp8",
         IS_ROUTED=False,
         TILES=1,
+        EXACT=weight.exact,
         BM=buffers.block_rows,
         GROUPS=groups_of(buffers.block_rows),
         BIT_OPS=bit_ops,

@@ -109,6 +109,7 @@ def fp8_kernel(
     HEAD: tl.constexpr,  # elements of a head, of which the last ROPE are rotated; 0: none
     ROPE: tl.constexpr,
     SPLITS: tl.constexpr,
+    EXACT: tl.constexpr,
     BM: tl.constexpr,
     GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
@@ -128,7 +129,7 @@ def fp8_kernel(
         turn = (cos, sin)
     acc = accumulate(
         codes, scales, x, x_scales, tile, rows, live, begin, tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, K, "fp8",
-        BM, GROUPS, BIT_OPS, STAGES,
+        EXACT, BM, GROUPS, BIT_OPS, STAGES,
     )  # fmt: skip
     if OUTPUT == "parts":
         store_part(acc, out, split, tile * 128 + tl.arange(0, 128), rows, num_rows, N)
@@ -175,7 +176,7 @@ def wide_kernel(
     begin = split * PER_SPLIT
     acc = accumulate(
         codes, scales, x + tile * 128 // N * K, x, tile, rows, live, begin,
-        tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, GROUPS * K, "wide", BM, DOT_GROUPS, BIT_OPS, STAGES,
+        tl.minimum(begin + PER_SPLIT, NUM_BLOCKS), K, GROUPS * K, "wide", False, BM, DOT_GROUPS, BIT_OPS, STAGES,
     )  # fmt: skip
     if SPLITS > 1:
         number = tl.program_id(1) * NUM_TILES + tile
@@ -345,6 +346,7 @@ def fp8_linear(
         HEAD=rope_head,
         ROPE=2 * cos.shape[1] if rope_head else 0,
         SPLITS=splits,
+        EXACT=weight.exact,
         BM=block_rows(num_rows),
         GROUPS=groups_of(block_rows(num_rows)) if groups is None else groups,
         BIT_OPS=bit_ops,

@@ -9,7 +9,7 @@ values of zero, and output groups of a low rank that is no multiple of 128 get r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from deskfleet.engine.cuda import linear
 from deskfleet.engine.cuda.packing import GROUP, TILE_ROWS, Fp4Tiles, Fp8Tiles, pack_fp4, pack_fp8, pack_mixes
+from deskfleet.engine.cuda.prefill_experts import MOST_SCALE
 from deskfleet.engine.cuda.synthetic import DraftWeights, LayerWeights, MixWeights
 from deskfleet.engine.ops.quant import Fp4Matrix
 from deskfleet.engine.weights import ShardReader
+from deskfleet.errors import EngineError
 from deskfleet.model.config import ModelConfig
+from deskfleet.model.device import exact_products
 from deskfleet.model.layers import LayerPlan
 from deskfleet.model.layout import ShardPlan
 
@@ -80,9 +83,10 @@ class ModelWeights:
     norm: Tensor
 
 
-def load_model(reader: ShardReader, device: torch.device) -> ModelWeights:
-    """Read and pack this rank's share. Raises CheckpointError, and EngineError for sizes that no kernel takes."""
-    loader = _Loader(reader, device)
+def load_model(reader: ShardReader, device: torch.device, *, exact: bool | None = None) -> ModelWeights:
+    """Read and pack this rank's share, with products that are `exact` (packing.Fp4Tiles) or, where None, by the model's
+    size. Raises CheckpointError, and EngineError for sizes and for scales of experts that no kernel takes."""
+    loader = _Loader(reader, device, exact)
     shape = RankShape(reader.plan, reader.rank)
     embedding = loader.plain("embed.weight")
     if reader.plan.layout.tp_size > 1:
@@ -96,16 +100,17 @@ def load_model(reader: ShardReader, device: torch.device) -> ModelWeights:
     )
 
 
-def load_drafts(reader: ShardReader, device: torch.device) -> DraftWeights:
+def load_drafts(reader: ShardReader, device: torch.device, *, exact: bool | None = None) -> DraftWeights:
     """Read and pack this rank's share of the draft stages; of the Markov head, all of it: it is small, and then no rank
-    waits for another between two drafts. Raises CheckpointError, and EngineError as `load_model`.
+    waits for another between two drafts. Raises CheckpointError, and EngineError for sizes that no kernel takes.
     """
-    loader, config = _Loader(reader, device), reader.plan.config
+    loader, config = _Loader(reader, device, exact), reader.plan.config
     stages, shape = config.draft_layers, RankShape(reader.plan, reader.rank, of_drafts=True)
     first, last = stages[0].prefix, stages[-1].prefix
     with reader.whole() as whole:
         markov = [
-            _Loader(whole, device).plain(f"{last}.markov_head.{name}.weight") for name in ("embed", "head")
+            _Loader(whole, device, exact).plain(f"{last}.markov_head.{name}.weight")
+            for name in ("embed", "head")
         ]
     return DraftWeights(
         layers=[loader.layer(plan, shape) for plan in stages],
@@ -123,9 +128,12 @@ def load_drafts(reader: ShardReader, device: torch.device) -> DraftWeights:
 class _Loader:
     """Tensors of one rank by name, on the device."""
 
-    def __init__(self, reader: ShardReader, device: torch.device) -> None:
+    def __init__(self, reader: ShardReader, device: torch.device, exact: bool | None) -> None:
         self._reader = reader
         self._device = device
+        c = reader.plan.config
+        small = exact_products(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size)
+        self._exact = small if exact is None else exact
 
     def plain(self, name: str) -> Tensor:
         """A tensor as it is stored: bf16, float32, or uint8 of codes and scales."""
@@ -151,7 +159,8 @@ class _Loader:
             _padded(self.plain(f"{prefix}.scale"), rows and rows // GROUP, columns and columns // GROUP)
             for prefix in prefixes
         ]
-        return pack_fp8(torch.cat(codes), torch.cat(scales), gated=gated, paired=paired)
+        tiles = pack_fp8(torch.cat(codes), torch.cat(scales), gated=gated, paired=paired)
+        return replace(tiles, exact=self._exact)
 
     def experts(
         self,
@@ -181,12 +190,28 @@ class _Loader:
                     one.scales.new_empty((len(ids), *one.scales.shape[1:])),
                     one.num_rows,
                     one.num_columns,
+                    self._exact,
                 )
             whole.codes[place], whole.scales[place] = one.codes[0], one.scales[0]
         if whole is None:  # more ranks than experts
             none = torch.zeros(0, dtype=torch.uint8, device=self._device)
-            return Fp4Tiles(none, none.view(torch.int32), 0, 0)
+            return Fp4Tiles(none, none.view(torch.int32), 0, 0, self._exact)
         return whole
+
+    def _check_scales(self, owners: Sequence[str], *matrices: Fp4Tiles | Fp8Tiles) -> None:
+        """Raise EngineError where a scale of the experts `owners` is more than products in bf16 take: they would
+        compute something else and say nothing. The device is asked once; who it was is looked up only then."""
+        most = [tiles.scales.view(torch.uint8).amax() for tiles in matrices if len(tiles.scales)]
+        if not most or int(torch.stack(most).amax()) <= MOST_SCALE:
+            return
+        for name in (f"{owner}.{matrix}.scale" for owner in owners for matrix in ("w1", "w2", "w3")):
+            byte = int(self._reader.raw(name).max())
+            if byte > MOST_SCALE:
+                raise EngineError(
+                    f"{name} has a scale byte of {byte}, more than the {MOST_SCALE} (2**7) that experts on a GPU take",
+                    hint="no expert that was trained has such weights: copy the checkpoint anew, or serve with "
+                    "--device cpu",
+                )
 
     def mixes(self, name: str, norm: str) -> MixWeights:
         return MixWeights(
@@ -205,7 +230,7 @@ class _Loader:
             parts.append(
                 torch.nn.functional.pad(own, (0, (shape.group_rank - low) // unit)).flatten(1).contiguous()
             )
-        return pack_fp8(*parts)
+        return replace(pack_fp8(*parts), exact=self._exact)
 
     def grouped_rows(self, prefix: str, shape: RankShape) -> Fp8Tiles:
         """wo_a, whose rows come group by group."""
@@ -238,6 +263,13 @@ class _Loader:
             shared_w13=self.fp8(f"{shared}.w1", f"{shared}.w3", rows=width, gated=True),
             shared_w2=self.fp8(f"{shared}.w2", columns=width),
         )
+        # Steps of prompts have such products, and all that are exact; no block of drafts is as large as a prompt.
+        if self._exact or not plan.is_draft:
+            self._check_scales(
+                [f"{ffn}.experts.{expert}" for expert in shape.expert_ids], layer.w13, layer.w2
+            )
+        if self._exact:
+            self._check_scales([shared], layer.shared_w13, layer.shared_w2)
         extra = []
         if plan.is_kv_source:
             extra.append(self.plain(f"{attn}.compressor.wkv.weight"))

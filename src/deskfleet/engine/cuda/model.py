@@ -110,12 +110,14 @@ class CudaModel:
         max_step_tokens: int,
         graphs: bool = True,
         bit_ops: bool = False,
+        exact: bool | None = None,
         pack: PackedTables | None = None,
         with_drafts: bool = False,
         group: DeviceGroup | None = None,
     ) -> None:
         """Load this rank's share. `max_step_tokens`: of all requests together. `bit_ops`: for Triton's interpreter.
-        `group`: how the devices of `comm` exchange; without one, nobody adds up what the ranks have.
+        `exact`: as of load_model. `group`: how the devices of `comm` exchange; without one, nobody adds up what the
+        ranks have.
 
         Raises CheckpointError, and EngineError for a model that the kernels do not take.
         """
@@ -125,8 +127,10 @@ class CudaModel:
         self.device = device
         self.graphs = graphs and device.type == "cuda"
         self.num_layers_run = 0  # and stages, where they are launched one by one: grows while anything moves
-        self.weights: ModelWeights = load_model(reader, device)
-        self.draft_weights: DraftWeights | None = load_drafts(reader, device) if with_drafts else None
+        self.weights: ModelWeights = load_model(reader, device, exact=exact)
+        self.draft_weights: DraftWeights | None = (
+            load_drafts(reader, device, exact=exact) if with_drafts else None
+        )
         self._draft_shape = RankShape(reader.plan, reader.rank, of_drafts=True)
         self._vocabulary = reader.plan.vocab_range(reader.rank)
         self.tables = Tables.open(reader, pack)

@@ -45,12 +45,14 @@ class Fp4Tiles:
 
     codes   uint8 [E, N/128, K/64, 128, 32]: byte j of a row holds columns j and j + 32 of 64
     scales  int32 [E, N/128, ceil(K/128), 128]: four E8M0 bytes a row and 128 columns; missing ones are zero
+    exact   steps that decode sum its products in float32, not as the tensor cores' FP8 instructions do, in some 13 bits
     """
 
     codes: Tensor
     scales: Tensor
     num_rows: int
     num_columns: int
+    exact: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -68,12 +70,14 @@ class Fp8Tiles:
     codes   float8_e4m3fn [N/128, K/32, 128, 32]; paired: int16 [N/128, K/64, 128, 32], word j of a row holding columns
             j (low byte) and j + 32 of 64, for the kernel that widens codes to bf16
     scales  int32 [N/32, ceil(K/128)]: four E8M0 bytes for 32 rows and 128 columns
+    exact   as of Fp4Tiles
     """
 
     codes: Tensor
     scales: Tensor
     num_rows: int
     num_columns: int
+    exact: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,10 @@ from deskfleet.engine.cuda.tiles import fp8_codes, fp8_scale, to_bf16
 UNIT = 64
 """Columns that are permuted among each other."""
 
+MOST_SCALE = 134
+"""Greatest E8M0 byte of a weight that the kernels take, 2**7: the next one makes weights infinite, those above wrong.
+There is no least; of byte 0, 2**-127, some weights are rounded."""
+
 
 def _decoder(*moves: tuple[str, int, int], sign: int) -> str:
     """PTX: one code of each of two words as bf16 of its value times 2**-126, times a scale."""
@@ -80,7 +84,7 @@ def code_of(words, scales, NUMBER: tl.constexpr, BIT_OPS: tl.constexpr):
 @triton.jit
 def code_scales(words, index):
     """Scale `index` of four in int32 words -> bf16 2**(byte - 7): with the codes' 2**-126, a weight times 2**-6. A
-    scale may be as great as 2**7."""
+    scale may be as great as MOST_SCALE; the loader refuses others."""
     return ((((words >> (8 * index)) & 0xFF) + 120) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
@@ -419,6 +423,7 @@ def permuted(x: Tensor) -> Tensor:
 
 __all__ = [
     "CODES",
+    "MOST_SCALE",
     "UNIT",
     "GroupedBuffers",
     "GroupedTuning",

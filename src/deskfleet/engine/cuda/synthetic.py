@@ -60,18 +60,26 @@ def random_scales(
     return (random_bytes(shape, seed, device) % (high - low) + low).to(torch.uint8)
 
 
-def fp4_tiles(experts: int, rows: int, columns: int, seed: int, device: torch.device | str) -> Fp4Tiles:
+def fp4_tiles(
+    experts: int, rows: int, columns: int, seed: int, device: torch.device | str, *, exact: bool = False
+) -> Fp4Tiles:
     """Every byte pair of codes is a pair of numbers, so random bytes are random tiles."""
     codes = random_bytes((experts, rows // 128, columns // 64, 128, 32), seed, device)
     groups, words = columns // 32, -(-columns // 128)
     scales = random_scales((experts, rows // 128, words, 128, 4), FP4_SCALES, seed + 1, device)
     if groups % 4:
         scales[:, :, -1, :, groups % 4 :] = 0
-    return Fp4Tiles(codes, scales.view(torch.int32).squeeze(-1), rows, columns)
+    return Fp4Tiles(codes, scales.view(torch.int32).squeeze(-1), rows, columns, exact)
 
 
 def fp8_tiles(
-    rows: int, columns: int, seed: int, device: torch.device | str, *, paired: bool = False
+    rows: int,
+    columns: int,
+    seed: int,
+    device: torch.device | str,
+    *,
+    paired: bool = False,
+    exact: bool = False,
 ) -> Fp8Tiles:
     """Random codes but for the two that are no numbers."""
     tiles = -(-rows // 128)
@@ -85,7 +93,7 @@ def fp8_tiles(
         typed = codes.view(tiles, columns // 64, 128, 64).view(torch.int16)
     else:
         typed = codes.view(torch.float8_e4m3fn)
-    return Fp8Tiles(typed, scales.view(torch.int32).squeeze(-1), rows, columns)
+    return Fp8Tiles(typed, scales.view(torch.int32).squeeze(-1), rows, columns, exact)
 
 
 def normal(shape: tuple[int, ...], std: float, seed: int, device: torch.device | str) -> Tensor:
@@ -159,12 +167,13 @@ class DraftWeights:
 class RankShape:
     """What one rank of `tp_size` holds: heads and groups, and every expert's share of the intermediate width.
 
-    `of_drafts`: of the draft stages, not of the backbone.
+    `of_drafts`: of the draft stages, not of the backbone. `exact`: how products are summed (packing.Fp4Tiles).
     """
 
     config: ModelConfig
     tp_size: int
     of_drafts: bool = False
+    exact: bool = False
 
     @property
     def expert_width(self) -> int:
@@ -201,7 +210,7 @@ def make_layer(shape: RankShape, plan: LayerPlan, rank: int, device: torch.devic
         return seed_of(plan.index, tensor, rank)
 
     def fp8(tensor: str, rows: int, columns: int, *, paired: bool = False) -> Fp8Tiles:
-        return fp8_tiles(rows, columns, seed(tensor), device, paired=paired)
+        return fp8_tiles(rows, columns, seed(tensor), device, paired=paired, exact=shape.exact)
 
     def norm(tensor: str, size: int) -> Tensor:
         return 1.0 + normal((size,), 0.05, seed(tensor), device)
@@ -231,8 +240,8 @@ def make_layer(shape: RankShape, plan: LayerPlan, rank: int, device: torch.devic
         wo_b=fp8("wo_b", width, shape.groups * c.o_lora_rank),
         router=linear.pack_bf16(plain("gate", plan.num_experts, width, 0.02)),
         bias=normal((plan.num_experts,), 0.01, seed("bias"), device),
-        w13=fp4_tiles(plan.num_experts, 2 * f, width, seed("w13"), device),
-        w2=fp4_tiles(plan.num_experts, width, f, seed("w2"), device),
+        w13=fp4_tiles(plan.num_experts, 2 * f, width, seed("w13"), device, exact=shape.exact),
+        w2=fp4_tiles(plan.num_experts, width, f, seed("w2"), device, exact=shape.exact),
         shared_w13=fp8("shared_w13", 2 * f, width),
         shared_w2=fp8("shared_w2", width, f),
     )
@@ -269,9 +278,11 @@ def make_drafts(shape: RankShape, rank: int, device: torch.device | str) -> Draf
     taps = len(c.dspark_target_layer_ids) * width
     return DraftWeights(
         layers=[make_layer(shape, plan, rank, device) for plan in stages],
-        main_proj=fp8_tiles(width, taps, seed_of(first, "main_proj", rank), device),
+        main_proj=fp8_tiles(width, taps, seed_of(first, "main_proj", rank), device, exact=shape.exact),
         main_norm=norm("main_norm"),
-        main_kv=fp8_tiles(len(stages) * c.head_dim, width, seed_of(first, "main_kv", rank), device),
+        main_kv=fp8_tiles(
+            len(stages) * c.head_dim, width, seed_of(first, "main_kv", rank), device, exact=shape.exact
+        ),
         norm=norm("norm"),
         markov_embedding=plain("markov_embedding", (shape.vocabulary, markov), 1.0),
         markov_head=plain("markov_head", (shape.vocabulary, markov), 0.05),

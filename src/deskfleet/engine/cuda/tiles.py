@@ -2,8 +2,9 @@
 
 Weights are the first operand of the tensor core (64 or 128 of their rows), activations the second: a step of one row
 wastes no more than the fifteen others of a 16-row operand. A dot covers 32 columns, the length that shares a scale, and
-its result is scaled into the accumulator: sums of 32 products of FP8 codes lose nothing of note in the tensor core's
-narrow accumulator, longer ones would.
+its result is scaled into the accumulator: sums of 32 products of FP8 codes keep some 13 bits in the tensor core's
+narrow accumulator, longer ones would keep fewer. EXACT products are of f16, which holds the codes exactly, and their
+sums are float32.
 
 With BIT_OPS the decoding is plain arithmetic, which is all that Triton's interpreter has; without, it is the same in
 PTX on four codes at a time.
@@ -147,6 +148,7 @@ def add_block(
     live,
     K: tl.constexpr,
     FORM: tl.constexpr,
+    EXACT: tl.constexpr,
     BM: tl.constexpr,
     GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
@@ -184,6 +186,9 @@ def add_block(
             x_part = tl.load(x_at + (number * PLANES * 32 * HALVES + half * 32), mask=mask, other=0.0)
             if FORM == "wide" and BIT_OPS:
                 x_part = x_part.to(tl.float32)
+            elif FORM != "wide" and EXACT:
+                weights = weights.to(tl.float16)
+                x_part = x_part.to(tl.float16)
             if GROUPS < 4 or half == 0:
                 product = tl.zeros((128, GROUPS * BM), tl.float32)
             product = tl.dot(weights, x_part, product)
@@ -218,6 +223,7 @@ def accumulate(
     K: tl.constexpr,
     STRIDE: tl.constexpr,
     FORM: tl.constexpr,
+    EXACT: tl.constexpr,
     BM: tl.constexpr,
     GROUPS: tl.constexpr,
     BIT_OPS: tl.constexpr,
@@ -231,7 +237,7 @@ def accumulate(
     acc = tl.zeros((128, GROUPS * BM), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         at = (code_at, scale_at, x_at, x_scale_at)
-        acc = add_block(acc, at, block, live, K, FORM, BM, GROUPS, BIT_OPS)
+        acc = add_block(acc, at, block, live, K, FORM, EXACT, BM, GROUPS, BIT_OPS)
         code_at += (4 if FORM == "fp8" else 2) * 4096
         scale_at += 128 if FORM == "fp4" else 1
         x_at += 128

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from deskfleet import __version__
 from deskfleet.model.config import ModelConfig
+from deskfleet.model.device import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from deskfleet.model.layout import Layout, ShardPlan
 from deskfleet.model.limits import (
     DEFAULT_BLOCK_SIZE,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_NUM_WINDOW_TAILS,
     MAX_TRANSIENT_BYTES,
     RunnerLimits,
@@ -49,7 +49,7 @@ class NativeRules:
             dcp_sizes=(1,),
             engram=placements,
             kv_formats=("fp4",),
-            chunks=(DEFAULT_MAX_NUM_BATCHED_TOKENS,),
+            chunks=(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"],),
             has_bounded_indexer=True,
         )
 

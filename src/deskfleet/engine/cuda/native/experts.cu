@@ -6,11 +6,15 @@
 // for while the one before is multiplied, so that memory is never idle. Where every unit has a block of its own (ALONE), a
 // block's weights, if it knows which, are on their way before the kernel before this one has ended.
 //
-// Given by the compiler's command line: UP or DOWN, K (model width), F (expert width), NUM_CHOSEN, MEMBERS and SHARED_MEMBERS
+// Given by the compiler's command line: UP or DOWN, EXACT (exact.cuh, otherwise codes.cuh), K (model width), F (expert width), NUM_CHOSEN, MEMBERS and SHARED_MEMBERS
 // (8 or 16), WARPGROUPS, BLOCKS (up: of 128 columns, a warpgroup), STAGES and SHARED_STAGES (blocks of weights under way),
 // ALONE, PER_PROCESSOR (blocks).
 #include "items.cuh"
-#include "warpgroup.cuh"
+#ifdef EXACT
+#include "exact.cuh"
+#else
+#include "codes.cuh"
+#endif
 
 constexpr int THREADS = WARPGROUPS * 128;
 constexpr int MOST_MEMBERS = MEMBERS > SHARED_MEMBERS ? MEMBERS : SHARED_MEMBERS;
@@ -35,7 +39,7 @@ constexpr int X_BYTES = X<FP4>::BYTES > X<FP8>::BYTES ? X<FP4>::BYTES : X<FP8>::
 template <int FORM, int NUM_BLOCKS, bool WHOLE>
 struct Product : GroupProduct<FORM, COLUMNS, members_of<FORM>, NUM_BLOCKS, FORM == FP4 ? STAGES : SHARED_STAGES, WHOLE> {
     DEVICE void multiply(const u8* x, int count, bool goes_on, const Weight& next) {
-        if constexpr (FORM == FP4 && MEMBERS == 8) {
+        if constexpr (FORM == FP4 && MEMBERS == 8 && APART > 0) {
             if (is_apart(count)) {
                 this->template run<true>(x, goes_on, next);
                 this->join();

@@ -5,10 +5,14 @@
 // shared memory goes, and knows nothing of what is done with them: memory never waits for products. Four warpgroups take them
 // out of the ring; two share a tile's rows, and two such pairs its columns.
 //
-// Given by the compiler's command line: K (model width), F (expert width), NUM_CHOSEN, MEMBERS (8), STAGES (of the ring, a power
+// Given by the compiler's command line: EXACT (exact.cuh, otherwise codes.cuh), K (model width), F (expert width), NUM_CHOSEN, MEMBERS (8), STAGES (of the ring, a power
 // of two).
 #include "items.cuh"
-#include "warpgroup.cuh"
+#ifdef EXACT
+#include "exact.cuh"
+#else
+#include "codes.cuh"
+#endif
 
 constexpr int PAIRS = 2, WARPS = PAIRS * 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
 constexpr int UNITS = 2 * F / 128, BLOCKS = (K + 127) / 128, PITCH = MEMBERS + 1;
@@ -107,10 +111,9 @@ struct Consumer {
     template <int FORM, class Product>
     DEVICE void multiply(Product& product, const u8* x, const Weight& weight, int unit, bool apart) {
         const int g = lane >> 2, t = lane & 3;
-        const CodesAt codes = codes_at(x, MEMBERS);
         product.lane = lane;
-#pragma unroll
-        for (int i = 0; i < MEMBERS / 2; i++) product.acc[i] = 0.0f;
+        product.clear();
+        const auto at = product.place(x);
         const u32* scales = weight.scales + (u64)(unit * 4 + (row >> 5)) * BLOCKS;  // of FP8
         u32 upcoming = 0;
         if constexpr (FORM == FP8) upcoming = load_scale(scales + min(pair, BLOCKS - 1));
@@ -138,20 +141,8 @@ struct Consumer {
                 held[0].scales[0] = upcoming;
                 upcoming = load_scale(scales + min(step + PAIRS, BLOCKS - 1));
             }
-            if constexpr (FORM == FP4) {
-                const bool both = BLOCKS % 2 == 0 || 2 * step + 1 < BLOCKS;
-                if (apart && both) {
-                    product.add_apart(held, x, codes, 2 * step);
-                } else if (apart) {
-                    const Block<FP4> last[1] = {held[0]};
-                    product.add_apart(last, x, codes, 2 * step);
-                } else {
-                    product.add(held[0], x, codes, 2 * step);
-                    if (both) product.add(held[1], x, codes, 2 * step + 1);
-                }
-            } else {
-                product.add(held[0], x, codes, step);
-            }
+            const bool both = FORM == FP4 && (BLOCKS % 2 == 0 || 2 * step + 1 < BLOCKS);
+            product.add_some(held, x, at, SPAN<FORM> * step, both, apart);
             __syncwarp();
             if (lane == 0) arrive_at_gate(&ring.empty[slot]);
         }

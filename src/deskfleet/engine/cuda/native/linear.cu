@@ -2,7 +2,7 @@
 // a few rows; its warps share the columns (COLUMN_WARPS) and the outputs (OUTPUT_WARPS) out among them.
 //
 // Given by the compiler's command line: FORM_ (product.cuh), K, N, STRIDE (elements from row to row of x), GROUP_OUTPUTS
-// (outputs that share columns of x: the group's K of them; N where all do), TILES, PADDED (rows: 1, 2, 4 or 8),
+// (outputs that share columns of x: the group's K of them; N where all do), TILES, PADDED (rows: 1, 2, 4, 8 or 16),
 // COLUMN_WARPS, OUTPUT_WARPS, STEPS (a warp), STAGES, OUTPUT (0 bf16, 1 FP8 with scales, 2 float32), HEAD and ROPE (of every
 // HEAD outputs the last ROPE are rotated in pairs; 0: none), PER_PROCESSOR (blocks).
 #include "product.cuh"

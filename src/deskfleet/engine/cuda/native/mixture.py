@@ -21,7 +21,8 @@ from deskfleet.engine.cuda.packing import Fp4Tiles, Fp8Tiles
 _RESIDENT = 2  # blocks of a processor, of experts.cu
 _STAGES, _FEW_STAGES = 5, 4  # blocks of an expert's weights under way, a warp
 _FEW_ROWS = 8  # of a step whose experts' units are few
-_RING_STAGES, _RING_PAIRS = 8, 2  # a pair of warpgroups has all rows of a tile
+_RING_PAIRS = 2  # of warpgroups, which have all rows of a tile each
+_RING_STAGES, _EXACT_RING_STAGES = 8, 4  # of the ring; beside x in bf16
 _STAGE_BYTES = 2 * (8192 + 512)  # two blocks of 128 columns of a tile
 
 
@@ -34,9 +35,9 @@ class Items:
     pairs: Tensor
 
 
-def _columns_bytes(width: int, members: int) -> int:
-    """Of Columns of warpgroup.cuh."""
-    return -(-width // 128) * 4 * (members * 32 + 16 + members * 4)
+def _columns_bytes(width: int, members: int, *, exact: bool) -> int:
+    """Of Columns of exact.cuh, or of codes.cuh."""
+    return -(-width // 128) * 4 * (members * 64 + 16 if exact else members * 32 + 16 + members * 4)
 
 
 def _divisor(number: int, most: int) -> int:
@@ -53,21 +54,32 @@ def most_shared_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - (1 << 10)
 
 
-def _ring_bytes(width: int, members: int) -> int:
+def _ring_bytes(width: int, members: int, *, exact: bool) -> int:
     """Stages, gates, x, sums of two units, places and weights of two items."""
+    stages = _EXACT_RING_STAGES if exact else _RING_STAGES
     sums = 2 * 4 * _RING_PAIRS * 2 * 64 * (members + 1)
-    return _RING_STAGES * (_STAGE_BYTES + 16) + 8 + _columns_bytes(width, members) + sums + 16 * members
+    return (
+        stages * (_STAGE_BYTES + 16) + 8 + _columns_bytes(width, members, exact=exact) + sums + 16 * members
+    )
 
 
-def takes_ring(width: int, gates: int, num_rows: int, members: int, device: torch.device) -> bool:
+def takes_ring(
+    width: int, gates: int, num_rows: int, members: int, device: torch.device, *, exact: bool
+) -> bool:
     """Whether experts_ring.cu has gates and up values: whole tiles, several of them a processor, and room."""
-    fits = _ring_bytes(width, members) <= most_shared_bytes(device)
+    fits = _ring_bytes(width, members, exact=exact) <= most_shared_bytes(device)
     return num_rows > _FEW_ROWS and members == 8 and width % 128 == 0 and gates % 64 == 0 and fits
 
 
-def _up_bytes(width: int, members: int, warpgroups: int) -> int:
+def _up_bytes(width: int, members: int, warpgroups: int, *, exact: bool) -> int:
     """x, sums of two units, places and weights of two items."""
-    return _columns_bytes(width, members) + 2 * 4 * warpgroups * 64 * (members + 1) + 16 * members
+    columns = _columns_bytes(width, members, exact=exact)
+    return columns + 2 * 4 * warpgroups * 64 * (members + 1) + 16 * members
+
+
+def _arithmetic(exact: bool) -> dict[str, int]:
+    """Which products the kernels have."""
+    return {"EXACT": 1} if exact else {}
 
 
 def expert_up(
@@ -82,12 +94,14 @@ def expert_up(
         x, x_scales, weight.codes, weight.scales, shared.codes, shared.scales,
         work.items, work.num_items, work.pairs, route_weights, *out, *shared_out, num_rows, float(limit),
     ]  # fmt: skip
-    common = {"K": width, "F": gates, "NUM_CHOSEN": num_chosen, "MEMBERS": members}
-    if takes_ring(width, gates, num_rows, members, x.device):
-        kernel_for(x, "experts_ring.cu", "up", common | {"STAGES": _RING_STAGES}).launch(
+    exact = weight.exact
+    common = {"K": width, "F": gates, "NUM_CHOSEN": num_chosen, "MEMBERS": members} | _arithmetic(exact)
+    if takes_ring(width, gates, num_rows, members, x.device, exact=exact):
+        stages = _EXACT_RING_STAGES if exact else _RING_STAGES
+        kernel_for(x, "experts_ring.cu", "up", common | {"STAGES": stages}).launch(
             (processors, 1, 1),
             256 * _RING_PAIRS + 32,
-            _ring_bytes(width, members),
+            _ring_bytes(width, members, exact=exact),
             arguments,
             dependent=True,
         )
@@ -98,7 +112,7 @@ def expert_up(
     blocks = -(-all_blocks // min(5 if alone else 2, all_blocks))
     warpgroups = -(-all_blocks // blocks)
     # Rows of an item of the shared expert: its weights are read once for so many.
-    fits = _up_bytes(width, 16, warpgroups) <= most_shared_bytes(x.device)
+    fits = _up_bytes(width, 16, warpgroups, exact=exact) <= most_shared_bytes(x.device)
     shared_members = 16 if num_rows > 8 and fits else 8
     stages, most = _divisor(blocks, _FEW_STAGES), max(members, shared_members)
     defines = common | {
@@ -115,7 +129,7 @@ def expert_up(
     kernel_for(x, "experts.cu", "up", defines).launch(
         (units * items if alone else _RESIDENT * processors, 1, 1),
         128 * warpgroups,
-        _up_bytes(width, most, warpgroups),
+        _up_bytes(width, most, warpgroups, exact=exact),
         arguments,
         dependent=True,
     )
@@ -134,7 +148,7 @@ def expert_down(
     alone = most_items * units <= _RESIDENT * processors
     all_blocks, most = -(-gates // 128), max(members, shared_members)
     stages = _divisor(all_blocks, _STAGES)
-    defines = {
+    defines = _arithmetic(weight.exact) | {
         "DOWN": 1,
         "K": width,
         "F": gates,
@@ -150,7 +164,7 @@ def expert_down(
     kernel_for(out, "experts.cu", "down", defines).launch(
         (units * items if alone else _RESIDENT * processors, 1, 1),
         128 * warpgroups,
-        2 * _columns_bytes(gates, most) + 4 * warpgroups * 64 * (most + 1) + 16 * most,
+        2 * _columns_bytes(gates, most, exact=weight.exact) + 4 * warpgroups * 64 * (most + 1) + 16 * most,
         [
             *x, weight.codes, weight.scales, *shared_x, shared.codes, shared.scales,
             work.items, work.num_items, work.pairs, out, shared_out, num_rows,

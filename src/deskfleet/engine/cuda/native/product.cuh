@@ -1,10 +1,10 @@
-// Up to 8 rows times an FP8 or bf16 weight. Owns the products of one warp.
+// Up to 16 rows times an FP8 or bf16 weight. Owns the products of one warp.
 //
-// A warp takes tiles of 16 weight rows (tiles.cuh) as the first operand, 16x16, and columns of x as the second, 16x8.
-// FP8 codes of both become f16, which holds them exactly. A group of 32 columns has its own scales, so its sums are scaled
-// into a float32 accumulator. Fewer than 8 rows leave columns of the second operand free: with ROWS of them, 8 / ROWS groups
-// are kept apart there, each in columns that are zero in the others, and are scaled at once. Sums of bf16 products need no
-// scaling.
+// A warp takes tiles of 16 weight rows (tiles.cuh) as the first operand, 16x16, and 8 rows of x at a time as the second,
+// 16x8. FP8 codes of both become f16, which holds them exactly; those of a weight once for all rows. A group of 32 columns has
+// its own scales, so its sums are scaled into a float32 accumulator. Fewer than 8 rows leave columns of the second operand free:
+// with ROWS of them, 8 / ROWS groups are kept apart there, each in columns that are zero in the others, and are scaled at
+// once. Sums of bf16 products need no scaling.
 #pragma once
 #include "tiles.cuh"
 
@@ -67,17 +67,30 @@ DEVICE void load_fragment(Fragment<FORM, WORDS>& to, const Weight& lane, int row
     }
 }
 
-// The rows of x that a lane needs: the one that it feeds, and those whose sums it gets.
+// Second operands of ROWS rows: one, or one for every 8.
+template <int ROWS>
+constexpr int EIGHTS = ROWS > 8 ? ROWS / 8 : 1;
+
+// The rows of x that a lane needs: those that it feeds, and those whose sums it gets.
+template <int ROWS>
 struct Sources {
-    u64 own;
-    int even, odd;
+    u64 own[EIGHTS<ROWS>];
+    int even[EIGHTS<ROWS>], odd[EIGHTS<ROWS>];
 };
 
 // Of `num_rows` rows from `first` on, padded to ROWS; a row that does not exist is another.
 template <int ROWS>
-DEVICE Sources sources_of(int first, int num_rows, int lane) {
+DEVICE Sources<ROWS> sources_of(int first, int num_rows, int lane) {
+    constexpr int EACH = ROWS < 8 ? ROWS : 8;
     const int g = lane >> 2, t = lane & 3, last = num_rows - 1;
-    return {(u64)min(first + g % ROWS, last), min(first + 2 * t % ROWS, last), min(first + (2 * t + 1) % ROWS, last)};
+    Sources<ROWS> from;
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS<ROWS>; eight++) {
+        const int row = first + eight * 8;
+        from.own[eight] = (u64)min(row + g % EACH, last);
+        from.even[eight] = min(row + 2 * t % EACH, last), from.odd[eight] = min(row + (2 * t + 1) % EACH, last);
+    }
+    return from;
 }
 
 // The second operand of one group: four columns of a row of x, and four more.
@@ -119,20 +132,21 @@ DEVICE void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[4], con
     }
 }
 
-// Sums of NUM_TILES tiles of 16 weight rows, which follow each other in one tile of packing.py, times ROWS rows of x (1, 2, 4
-// or 8), over steps begin .. begin + NUM_STEPS - 1 (those that there are). NUM_STAGES steps of weights are under way; the
+// Sums of NUM_TILES tiles of 16 weight rows, which follow each other in one tile of packing.py, times ROWS rows of x (1, 2, 4,
+// 8 or 16), over steps begin .. begin + NUM_STEPS - 1 (those that there are). NUM_STAGES steps of weights are under way; the
 // first of them are asked for by `start`, which needs no x.
 template <int FORM, int COLUMNS, int NUM_TILES, int ROWS, int NUM_STEPS, int NUM_STAGES>
 struct Product {
     static constexpr bool SCALED = FORM != BF16;
-    static constexpr int KEPT = SCALED ? 8 / ROWS : 8;  // groups whose sums are scaled at once
+    static constexpr int KEPT = !SCALED ? 8 : ROWS < 8 ? 8 / ROWS : 1;  // groups whose sums are scaled at once
     static constexpr bool APART = SCALED && KEPT > 1;
     static constexpr int WORDS = KEPT == 8 ? 1 : 2;  // scale words of a step that a lane needs
     static constexpr int NUM_WORDS = (COLUMNS + 127) / 128;
     static constexpr int ALL = (COLUMNS + STEP - 1) / STEP;
     static constexpr int DEPTH = NUM_STAGES < NUM_STEPS ? NUM_STAGES : NUM_STEPS;
+    static constexpr int COUNT = EIGHTS<ROWS>;
     Fragment<FORM, WORDS> held[DEPTH][NUM_TILES];
-    float acc[NUM_TILES][4];
+    float acc[NUM_TILES][COUNT][4];
     Weight weight;
     int begin, lane, first_word;
 
@@ -152,13 +166,18 @@ struct Product {
 #pragma unroll
         for (int turn = 0; turn < DEPTH; turn++) load(turn, turn);
 #pragma unroll
-        for (int tile = 0; tile < NUM_TILES; tile++)
+        for (int tile = 0; tile < NUM_TILES; tile++) clear(acc[tile]);
+    }
+
+    static DEVICE void clear(float (&sums)[COUNT][4]) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) acc[tile][i] = 0.0f;
+        for (int eight = 0; eight < COUNT; eight++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[eight][i] = 0.0f;
     }
 
     // `stride`: elements from row to row of x.
-    DEVICE void run(const Input& x, const Sources& from, int stride) {
+    DEVICE void run(const Input& x, const Sources<ROWS>& from, int stride) {
         if constexpr (DEPTH == 1) {
 #pragma unroll 1
             for (int turn = 0; turn < NUM_STEPS; turn++) {
@@ -188,43 +207,51 @@ struct Product {
         return {values.x, values.y, values.z, values.w};
     }
 
-    DEVICE void add(const Fragment<FORM, WORDS> (&weights)[NUM_TILES], const Input& x, const Sources& from, int step,
-                    int stride) {
+    DEVICE void add(const Fragment<FORM, WORDS> (&weights)[NUM_TILES], const Input& x, const Sources<ROWS>& from,
+                    int step, int stride) {
         const int t = lane & 3, mine = (lane >> 2) / ROWS;  // the slot that this lane feeds
-        u32 x_words[2][WORDS];
+        u32 x_words[COUNT][2][WORDS];
         if constexpr (FORM == FP8) {
 #pragma unroll
             for (int i = 0; i < WORDS; i++) {
                 const int block = step * 2 + first_word + i;
                 const bool exists = COLUMNS % STEP == 0 || block < NUM_WORDS;
-                x_words[0][i] = exists ? load_fresh(x.scales + (u64)from.even * NUM_WORDS + block) : 0;
-                x_words[1][i] = exists ? load_fresh(x.scales + (u64)from.odd * NUM_WORDS + block) : 0;
+#pragma unroll
+                for (int eight = 0; eight < COUNT; eight++) {
+                    x_words[eight][0][i] = exists ? load_fresh(x.scales + (u64)from.even[eight] * NUM_WORDS + block) : 0;
+                    x_words[eight][1][i] = exists ? load_fresh(x.scales + (u64)from.odd[eight] * NUM_WORDS + block) : 0;
+                }
             }
         }
 #pragma unroll
         for (int period = 0; period < 8 / KEPT; period++) {
             if (COLUMNS % STEP != 0 && step * STEP + period * KEPT * 32 >= COLUMNS) continue;
-            float sums[NUM_TILES][4];
+            float sums[NUM_TILES][COUNT][4];
+            Operand own[COUNT];
 #pragma unroll
-            for (int tile = 0; tile < NUM_TILES; tile++)
+            for (int tile = 0; tile < NUM_TILES; tile++) clear(sums[tile]);
+            if constexpr (SCALED)
 #pragma unroll
-                for (int i = 0; i < 4; i++) sums[tile][i] = 0.0f;
-            Operand own;
-            if constexpr (SCALED) own = operand(x, from.own, step, period * KEPT + (APART ? mine : 0), stride);
+                for (int eight = 0; eight < COUNT; eight++)
+                    own[eight] = operand(x, from.own[eight], step, period * KEPT + (APART ? mine : 0), stride);
 #pragma unroll
             for (int place = 0; place < KEPT; place++) {
                 const int group = period * KEPT + place;
                 if (COLUMNS % STEP != 0 && step * STEP + group * 32 >= COLUMNS) continue;
-                Operand fed = {};
-                if constexpr (!SCALED)
-                    fed = operand(x, from.own, step, group, stride);
-                else if (!APART || mine == place)
-                    fed = own;
+                Operand fed[COUNT] = {};
+#pragma unroll
+                for (int eight = 0; eight < COUNT; eight++)
+                    if constexpr (!SCALED)
+                        fed[eight] = operand(x, from.own[eight], step, group, stride);
+                    else if (!APART || mine == place)
+                        fed[eight] = own[eight];
 #pragma unroll
                 for (int tile = 0; tile < NUM_TILES; tile++) {
                     u32 a[4], b[4];
                     weights_of<FORM, WORDS>(a, b, weights[tile], group);
-                    multiply<FORM>(SCALED ? sums[tile] : acc[tile], a, b, fed);
+#pragma unroll
+                    for (int eight = 0; eight < COUNT; eight++)
+                        multiply<FORM>(SCALED ? sums[tile][eight] : acc[tile][eight], a, b, fed[eight]);
                 }
             }
             if constexpr (SCALED) {
@@ -232,17 +259,22 @@ struct Product {
                 const int even = period * KEPT + 2 * t / ROWS, odd = period * KEPT + (2 * t + 1) / ROWS;
                 const int word = WORDS == 1 ? 0 : period * KEPT / 4;
                 const int even_shift = 8 * (even & 3), odd_shift = 8 * (odd & 3);
-                float even_x = 1.0f, odd_x = 1.0f;
-                if constexpr (FORM == FP8)
-                    even_x = scale_of(x_words[0][word], even_shift), odd_x = scale_of(x_words[1][word], odd_shift);
 #pragma unroll
-                for (int tile = 0; tile < NUM_TILES; tile++) {
-                    const float even_factor = scale_of(weights[tile].scales[word], even_shift) * even_x;
-                    const float odd_factor = scale_of(weights[tile].scales[word], odd_shift) * odd_x;
-                    acc[tile][0] += sums[tile][0] * even_factor;
-                    acc[tile][1] += sums[tile][1] * odd_factor;
-                    acc[tile][2] += sums[tile][2] * even_factor;
-                    acc[tile][3] += sums[tile][3] * odd_factor;
+                for (int eight = 0; eight < COUNT; eight++) {
+                    float even_x = 1.0f, odd_x = 1.0f;
+                    if constexpr (FORM == FP8) {
+                        even_x = scale_of(x_words[eight][0][word], even_shift);
+                        odd_x = scale_of(x_words[eight][1][word], odd_shift);
+                    }
+#pragma unroll
+                    for (int tile = 0; tile < NUM_TILES; tile++) {
+                        const float even_factor = scale_of(weights[tile].scales[word], even_shift) * even_x;
+                        const float odd_factor = scale_of(weights[tile].scales[word], odd_shift) * odd_x;
+                        acc[tile][eight][0] += sums[tile][eight][0] * even_factor;
+                        acc[tile][eight][1] += sums[tile][eight][1] * odd_factor;
+                        acc[tile][eight][2] += sums[tile][eight][2] * even_factor;
+                        acc[tile][eight][3] += sums[tile][eight][3] * odd_factor;
+                    }
                 }
             }
         }
@@ -253,9 +285,18 @@ struct Product {
     DEVICE void store(float* sums, int tile, int row) const {
         constexpr int PITCH = ROWS | 1;
         const int g = lane >> 2, t = lane & 3;
+        float* at = sums + (row + g) * PITCH + 2 * t;
+        if constexpr (ROWS > 8) {
+#pragma unroll
+            for (int eight = 0; eight < COUNT; eight++, at += 8) {
+                const float(&values)[4] = acc[tile][eight];
+                at[0] = values[0], at[1] = values[1], at[8 * PITCH] = values[2], at[8 * PITCH + 1] = values[3];
+            }
+            return;
+        }
         float values[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) values[i] = acc[tile][i];
+        for (int i = 0; i < 4; i++) values[i] = acc[tile][0][i];
         if constexpr (SCALED && ROWS < 8) {
             if constexpr (ROWS == 1) values[0] += values[1], values[2] += values[3];
 #pragma unroll
@@ -264,7 +305,6 @@ struct Product {
                 values[i] += __shfl_xor_sync(ALL_LANES, values[i], 2);
             }
         }
-        float* at = sums + (row + g) * PITCH + 2 * t;
         if (2 * t < ROWS) at[0] = values[0], at[8 * PITCH] = values[2];
         if (2 * t + 1 < ROWS) at[1] = values[1], at[8 * PITCH + 1] = values[3];
     }

@@ -23,21 +23,24 @@ Form = Literal["FP8", "WIDE", "BF16"]
 
 MOST_ROWS = 64
 """Rows of a step that the kernels of this package are for."""
-MOST_PRODUCT_ROWS = 8
-"""Rows of a product: of more, the tensor cores' FP8 instructions, which Triton issues, need fewer conversions."""
+MOST_PRODUCT_ROWS = 16
+"""Rows of a product: of more, every block would read too many rows of x, and the tensor cores' FP8 instructions, which
+Triton issues, need fewer conversions."""
 
 _EMULATED_PROCESSORS = 3
 _STEP = 256  # columns that a warp loads at a time
 _REGISTERS = {"FP8": 34, "WIDE": 34, "BF16": 64}  # of a lane, for a step of 16 rows
 _HELD_REGISTERS = 72  # of weights under way
 _MOST_WARPS, _MOST_OF_FEW = 16, 20  # of a block; of one of few blocks
+_FEWER_WARPS, _FEWER_OF_FEW = 10, 16  # the same of more than 8 rows, whose sums take registers
+_LOOPING_WARPS = 8  # where two tiles of those are in a loop
 _STRIPS, _FEW_STRIPS = 160, 80  # at most so many blocks, if strips can be wider; so few leave processors idle
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one matrix is shared out: `tiles` of 16 outputs a warp, rows padded to 1, 2, 4 or 8, warps along columns and
-    along outputs, steps of 256 columns a warp, and how many of those are under way."""
+    """How one matrix is shared out: `tiles` of 16 outputs a warp, rows padded to 1, 2, 4, 8 or 16, warps along columns
+    and along outputs, steps of 256 columns a warp, and how many of those are under way."""
 
     tiles: int
     padded: int
@@ -72,8 +75,8 @@ class Cut:
 
 
 def padded(num_rows: int) -> int:
-    """1, 2, 4 or 8: the fewer, the more scale groups share a product."""
-    return 1 if num_rows <= 1 else 2 if num_rows <= 2 else 4 if num_rows <= 4 else 8
+    """1, 2, 4, 8 or 16: fewer than 8, and more scale groups share a product."""
+    return next((n for n in (1, 2, 4, 8) if num_rows <= n), MOST_PRODUCT_ROWS)
 
 
 def cut(form: Form, num_outputs: int, num_columns: int, num_rows: int, *, least_outputs: int = 16) -> Cut:
@@ -85,10 +88,14 @@ def cut(form: Form, num_outputs: int, num_columns: int, num_rows: int, *, least_
     output_warps = outputs // (16 * tiles)
     few = output_warps == tiles == 1 and num_outputs <= _FEW_STRIPS * outputs
     all_steps = -(-num_columns // _STEP)
-    most = min(_MOST_OF_FEW if few else _MOST_WARPS // output_warps, all_steps)
+    own = padded(num_rows)
+    warps, warps_of_few = (_MOST_WARPS, _MOST_OF_FEW) if own <= 8 else (_FEWER_WARPS, _FEWER_OF_FEW)
+    if own > 8 and tiles == 2 and all_steps * output_warps > warps:
+        warps = _LOOPING_WARPS
+    most = min(warps_of_few if few else warps // output_warps, all_steps)
     steps = -(-all_steps // most)
     stages = max(1, min(steps, _HELD_REGISTERS // (tiles * _REGISTERS[form])))
-    return Cut(tiles, padded(num_rows), -(-all_steps // steps), output_warps, steps, stages)
+    return Cut(tiles, own, -(-all_steps // steps), output_warps, steps, stages)
 
 
 def fp8_linear(

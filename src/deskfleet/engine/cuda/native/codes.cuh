@@ -1,49 +1,11 @@
-// A few rows of FP8 codes times a weight on the tensor cores' FP8 instructions, for experts. Owns x in shared memory and the
-// loop over a warpgroup's blocks of the weight.
+// A few rows of FP8 codes times a weight on the tensor cores' FP8 instructions, for experts, whose sums keep some 13 bits. Owns x
+// in shared memory and the product of a block.
 //
-// Four warps take 64 weight rows, 16 each, as the first operand: lane 4g + t loads columns 8t .. 8t + 7 of every group of 32
-// of rows g and g + 8 (tiles.cuh), and FP4 becomes E4M3 by a mask or two shifts. x is the second operand, read from
-// shared memory by all. A product covers the 32 columns that share a scale and is scaled into a float32 accumulator.
+// Four warps take 64 weight rows, 16 each, as the first operand, and FP4 becomes E4M3 by a mask or two shifts. x is the
+// second operand, read from shared memory by all. A product covers the 32 columns that share a scale and is scaled into a
+// float32 accumulator.
 #pragma once
-#include "tiles.cuh"
-
-// A block of 128 columns of 16 weight rows, as a lane holds it.
-template <int FORM>
-struct Block;
-
-template <>
-struct Block<FP4> {
-    words2 rows[2][2];  // of each 64 columns: row g, row g + 8
-    u32 scales[2];
-};
-
-template <>
-struct Block<FP8> {
-    words2 rows[4][2];  // of each 32 columns
-    u32 scales[1];
-};
-
-// Loads block `block` of what `lane` of lane_of points to; codes of columns that do not exist are zero.
-template <int FORM, int COLUMNS>
-DEVICE void load_block(Block<FORM>& to, const Weight& lane, int block) {
-    constexpr int PARTS = FORM == FP8 ? 4 : 2;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-        if (COLUMNS % 128 != 0 && block * 128 + part * (128 / PARTS) >= COLUMNS) {
-            to.rows[part][0] = to.rows[part][1] = {};
-            continue;
-        }
-        const u8* at = lane.codes + (block * PARTS + part) * 4096;
-        to.rows[part][0] = load_stream2(at);
-        to.rows[part][1] = load_stream2(at + 256);
-    }
-    if constexpr (FORM == FP4) {
-        to.scales[0] = load_scale(lane.scales + block * 128);
-        to.scales[1] = load_scale(lane.scales + block * 128 + 8);
-    } else {
-        to.scales[0] = load_scale(lane.scales + block);
-    }
-}
+#include "blocks.cuh"
 
 // Rows of x that a product takes apart: two of each of four groups, in eight columns of which each group fills its own two.
 constexpr int APART = 2;
@@ -92,62 +54,45 @@ struct Columns {
     }
 };
 
-// Sums of a warp's 16 weight rows times NUM rows of x over blocks begin .. begin + NUM_BLOCKS - 1 (those that there are; all
-// are, where WHOLE), with DEPTH blocks of weights under way. Of FP4 they are 2**-6 times what they should be.
+// Products of a warp's 16 weight rows and NUM rows of x.
 template <int FORM, int COLUMNS, int NUM, int NUM_BLOCKS, int DEPTH, bool WHOLE>
-struct GroupProduct {
+struct GroupProduct : Walk<FORM, COLUMNS, NUM, NUM_BLOCKS, DEPTH, WHOLE> {
     typedef Columns<COLUMNS, NUM> X;
-    static constexpr int ALL = (COLUMNS + 127) / 128;
-    Block<FORM> held[DEPTH];
-    float acc[NUM / 2];
-    Weight weight;
-    int begin, lane;
+    using Walk<FORM, COLUMNS, NUM, NUM_BLOCKS, DEPTH, WHOLE>::acc;
+    using Walk<FORM, COLUMNS, NUM, NUM_BLOCKS, DEPTH, WHOLE>::lane;
 
-    DEVICE void load(int stage, int turn) {
-        if (turn < NUM_BLOCKS && (WHOLE || begin + turn < ALL)) load_block<FORM, COLUMNS>(held[stage], weight, begin + turn);
+    // What add_some wants to know of x.
+    static DEVICE CodesAt place(const u8* x) { return codes_at(x, NUM); }
+
+    // `both`: of FP4, the second of two blocks is one, too. Rows that are `apart` are so as X says.
+    template <int COUNT_>
+    DEVICE void add_some(const Block<FORM> (&held)[COUNT_], const u8* x, CodesAt codes, int block, bool both, bool apart) {
+        if constexpr (FORM == FP4) {
+            if (apart && both) {
+                add_apart(held, x, codes, block);
+            } else if (apart) {
+                const Block<FP4> last[1] = {held[0]};
+                add_apart(last, x, codes, block);
+            } else {
+                add(held[0], x, codes, block);
+                if (both) add(held[COUNT_ - 1], x, codes, block + 1);
+            }
+        } else {
+            add(held[0], x, codes, block);
+        }
     }
 
-    // The blocks of other rows, which follow those of these in the same registers.
-    DEVICE void load_next(const Weight& next, int stage, int turn) {
-        static_assert(NUM_BLOCKS % DEPTH == 0, "a block of the next rows takes the place of the same stage");
-        const int block = begin + turn - NUM_BLOCKS;
-        if (turn >= NUM_BLOCKS && (WHOLE || block < ALL)) load_block<FORM, COLUMNS>(held[stage], next, block);
-    }
-
-    // What `run` takes as the next rows: those from `row` on.
-    DEVICE Weight at(const Weight& whole, int row) const { return lane_of<FORM, COLUMNS>(whole, row, lane); }
-
-    DEVICE void start(const Weight& whole, int row, int first_block, int own_lane) {
-        begin = first_block;
-        lane = own_lane;
-        weight = at(whole, row);
-#pragma unroll
-        for (int stage = 0; stage < DEPTH; stage++) load(stage, stage);
-    }
-
-    // Where `goes_on`, blocks of the rows `next` (of `at`) are asked for as the registers of these become free. Of rows that
-    // are APART_, `acc` has a part of the sums of two.
+    // Of rows that are APART_, `acc` has a part of the sums of two. `goes_on` and `next` as of Walk::each.
     template <bool APART_ = false>
     DEVICE void run(const u8* x, bool goes_on = false, const Weight& next = {}) {
-#pragma unroll
-        for (int i = 0; i < NUM / 2; i++) acc[i] = 0.0f;
+        this->clear();
         const CodesAt codes = codes_at(x, NUM);
-#pragma unroll 1
-        for (int first = 0; first < NUM_BLOCKS; first += DEPTH) {
-#pragma unroll
-            for (int stage = 0; stage < DEPTH; stage++) {
-                const int turn = first + stage;
-                if ((NUM_BLOCKS % DEPTH == 0 || turn < NUM_BLOCKS) && (WHOLE || begin + turn < ALL)) {
-                    if constexpr (APART_)
-                        add_apart<1>(reinterpret_cast<const Block<FORM>(&)[1]>(held[stage]), x, codes, begin + turn);
-                    else
-                        add(held[stage], x, codes, begin + turn);
-                }
-                load(stage, turn + DEPTH);
-                if constexpr (NUM_BLOCKS % DEPTH == 0)
-                    if (goes_on) load_next(next, stage, turn + DEPTH);
-            }
-        }
+        this->each(goes_on, next, [&](const Block<FORM>& own, int block) {
+            if constexpr (APART_)
+                add_apart<1>(reinterpret_cast<const Block<FORM>(&)[1]>(own), x, codes, block);
+            else
+                add(own, x, codes, block);
+        });
     }
 
     // The first operand of a block's groups.
@@ -185,10 +130,10 @@ struct GroupProduct {
 #pragma unroll
             for (int n = 0; n < NUM / 8; n++) {
                 const float even = scales[n * 8], odd = scales[n * 8 + 1];
-                acc[4 * n] += sums[group][4 * n] * (low * even);
-                acc[4 * n + 1] += sums[group][4 * n + 1] * (low * odd);
-                acc[4 * n + 2] += sums[group][4 * n + 2] * (high * even);
-                acc[4 * n + 3] += sums[group][4 * n + 3] * (high * odd);
+                acc[n][0] += sums[group][4 * n] * (low * even);
+                acc[n][1] += sums[group][4 * n + 1] * (low * odd);
+                acc[n][2] += sums[group][4 * n + 2] * (high * even);
+                acc[n][3] += sums[group][4 * n + 3] * (high * odd);
             }
         }
     }
@@ -231,27 +176,15 @@ struct GroupProduct {
         wait_for_products<LEFT>(a);
         take_products(sums);
 #pragma unroll
-        for (int i = 0; i < 4; i++) acc[i] += sums[i] * factors[i];
+        for (int i = 0; i < 4; i++) acc[0][i] += sums[i] * factors[i];
     }
 
     // The sums of rows that are APART from their parts: lanes of t = 0 get those of columns 0 and 1.
     DEVICE void join() {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            acc[i] += __shfl_xor_sync(ALL_LANES, acc[i], 1);
-            acc[i] += __shfl_xor_sync(ALL_LANES, acc[i], 2);
-        }
-    }
-
-    // acc into shared memory [rows, NUM + 1] from row `row` on.
-    DEVICE void store(float* sums, int row) const {
-        const int g = lane >> 2, t = lane & 3;
-        constexpr float FACTOR = FORM == FP4 ? 64.0f : 1.0f;
-#pragma unroll
-        for (int n = 0; n < NUM / 8; n++) {
-            float* at = sums + (row + g) * (NUM + 1) + n * 8 + 2 * t;
-            at[0] = acc[4 * n] * FACTOR, at[1] = acc[4 * n + 1] * FACTOR;
-            at[8 * (NUM + 1)] = acc[4 * n + 2] * FACTOR, at[8 * (NUM + 1) + 1] = acc[4 * n + 3] * FACTOR;
+            acc[0][i] += __shfl_xor_sync(ALL_LANES, acc[0][i], 1);
+            acc[0][i] += __shfl_xor_sync(ALL_LANES, acc[0][i], 2);
         }
     }
 };
