@@ -91,6 +91,7 @@ def runner_on(
     tokens: np.ndarray | None = None,
     max_step_tokens: int = 64,
     graphs: bool = True,
+    exact: bool | None = None,
     with_drafts: bool = False,
 ) -> ModelRunner:
     """A rank in this process."""
@@ -104,7 +105,7 @@ def runner_on(
         pad_compressed_id=int(tokens[opened.config.engram_pad_token_id]),
         with_drafts=with_drafts,
         device=device,
-        device_options=DeviceOptions(max_step_tokens, graphs),
+        device_options=DeviceOptions(max_step_tokens, graphs, exact=exact),
     )
 
 
@@ -309,11 +310,12 @@ def test_what_was_packed_is_what_was_read() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("exact", [None, False], ids=["exact", "as large models"])
 @torch.inference_mode()
-def test_golden_layers() -> None:
+def test_golden_layers(exact: bool | None) -> None:
     """Every layer, fed with the golden inputs of a prompt of 40 tokens."""
     data = golden("golden/intermediates_prefill40")
-    runner = runner_on(BACKEND, RunnerLimits(1, 64, 16, num_blocks=4, num_window_blocks=4))
+    runner = runner_on(BACKEND, RunnerLimits(1, 64, 16, num_blocks=4, num_window_blocks=4), exact=exact)
     scatter_blocks(runner)
     assert isinstance(runner.backend, CudaBackend)
     model = runner.backend.model
@@ -351,13 +353,17 @@ def test_golden_layers() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("graphs", [True, False])
-def test_golden_runs(graphs: bool) -> None:
+@pytest.mark.parametrize(
+    ("graphs", "exact"),
+    [(True, None), (False, None), (True, False)],
+    ids=["graphs", "no graphs", "as large models"],
+)
+def test_golden_runs(graphs: bool, exact: bool | None) -> None:
     """The recorded prompts at once and token by token: no further from the publisher, and from the CPU, than the golden
     data allows an engine that sums in another order."""
     limits = RunnerLimits(1, 192, 16, num_blocks=12, num_window_blocks=12)
     runners = [
-        runner_on(BACKEND, limits, max_step_tokens=192, graphs=graphs),
+        runner_on(BACKEND, limits, max_step_tokens=192, graphs=graphs, exact=exact),
         runner_on("cpu", limits, max_step_tokens=192),
     ]
     decode, prefill = golden("golden/decode"), golden("golden/prefill")

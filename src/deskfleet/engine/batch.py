@@ -165,7 +165,22 @@ class BatchBuilder:
 
     def engram_ids(self, segments: Sequence[Segment]) -> np.ndarray:
         """Table rows int64 [T, Engram layers, columns] of all positions of the segments."""
-        return _joined([self._hash(segment) for segment in segments])
+        if len(segments) == 1 or self._geometry is None:
+            return _joined([self._hash(segment) for segment in segments])
+        # All in one stretch, in which each has its own history before it, DEAD where its sequence has not begun: no
+        # n-gram of one reaches another, and rows of the history are for nobody.
+        before = self._geometry.spec.max_ngram_size - 1
+        size = sum(before + segment.num_tokens for segment in segments)
+        ids, is_row = np.full(size, hashing.DEAD, np.int64), np.zeros(size, bool)
+        first = 0
+        for segment in segments:
+            row, stop = first + before, first + before + segment.num_tokens
+            ids[row - len(segment.compressed_history) : row] = segment.compressed_history
+            ids[row:stop] = segment.compressed_ids
+            is_row[row:stop] = True
+            first = stop
+        rows = hash_ids(self._geometry, ids, start=before, position=before, pad_id=self._pad_id)
+        return rows[is_row[before:]]
 
     def _build(self, segments: Sequence[Segment], engram_ids: np.ndarray) -> Batch:
         row_starts = tuple(accumulate((s.num_tokens for s in segments), initial=0))

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class EngineCore:
         cap = self.options.speculation.cap
         self._cost_cap = CostCap(cap) if isinstance(cap, CostTable) else None
         self._speculation = SpeculationMetrics()
-        self._stats = EngineStats()
+        self._counts: dict[str, Any] = {}  # of EngineStats
 
     @property
     def has_work(self) -> bool:
@@ -105,8 +105,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters so far; gauges of this moment."""
         scheduler, cache, drafts = self.scheduler, self.cache, self._speculation
-        return replace(
-            self._stats,
+        return EngineStats(
+            **self._counts,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             oldest_wait_s=scheduler.waiting_s(self._clock()),
@@ -235,7 +235,8 @@ class EngineCore:
         logits are not finite, into its output; ends the request when it is done."""
         request, scored = work.request, scored_positions(work)
         request.num_computed_tokens += work.num_tokens
-        num_not_finite += int(np.count_nonzero(~np.isfinite(logits)))
+        if len(logits):
+            num_not_finite += int(np.count_nonzero(~np.isfinite(logits)))
         if num_not_finite:
             return self._fail_not_finite(request, num_not_finite)
         if scored:
@@ -430,6 +431,8 @@ class EngineCore:
         rows = []
         for work in scheduled:
             request, start = work.request, work.request.num_computed_tokens
+            if not request.images:
+                continue
             inside = request.in_image(start, start + work.num_rows)
             if not inside.any():
                 continue
@@ -440,7 +443,8 @@ class EngineCore:
         return torch.cat(rows) if rows else None
 
     def _count(self, **more: int) -> None:
-        self._stats = replace(self._stats, **{k: getattr(self._stats, k) + n for k, n in more.items()})
+        for name, number in more.items():
+            self._counts[name] = self._counts.get(name, 0) + number
 
 
 __all__ = ["CoreOptions", "EngineCore"]

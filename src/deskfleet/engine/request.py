@@ -85,14 +85,17 @@ class Request:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids int64 of positions start..stop-1; the drafts follow the output."""
         n = self.num_prompt_tokens
-        prompt = self.prompt_token_ids[start : min(stop, n)]
         output = self.output_token_ids[max(start - n, 0) : max(stop - n, 0)]
-        n = self.num_tokens
-        drafts = self.draft_token_ids[max(start - n, 0) : max(stop - n, 0)]
-        return np.concatenate((prompt, np.array(output + drafts, dtype=np.int64)))
+        if self.draft_token_ids:
+            known = self.num_tokens
+            output += self.draft_token_ids[max(start - known, 0) : max(stop - known, 0)]
+        after = np.array(output, dtype=np.int64)
+        return after if start >= n else np.concatenate((self.prompt_token_ids[start : min(stop, n)], after))
 
     def in_image(self, start: int, stop: int) -> np.ndarray:
         """Image mask of positions start..stop-1; output tokens are never in an image."""
+        if start >= self.num_prompt_tokens:
+            return np.zeros(stop - start, dtype=bool)
         prompt = self.image_mask[start : min(stop, self.num_prompt_tokens)]
         return np.concatenate((prompt, np.zeros(stop - start - len(prompt), dtype=bool)))
 

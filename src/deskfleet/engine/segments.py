@@ -19,16 +19,17 @@ def segment_of(work: Scheduled, token_map: np.ndarray, *, num_history: int) -> S
     request, start = work.request, work.request.num_computed_tokens
     stop = start + work.num_rows
     history = max(start - num_history, 0)
-    compressed = token_map[request.tokens(history, stop)]
-    compressed[request.in_image(history, stop)] = DEAD
+    token_ids, in_image = request.tokens(history, stop), request.in_image(history, stop)
+    compressed = token_map[token_ids]
+    compressed[in_image] = DEAD
     assert request.slot is not None
     return Segment(
         slot=request.slot,
         start=start,
-        token_ids=request.tokens(start, stop),
+        token_ids=token_ids[start - history :],
         compressed_ids=compressed[start - history :],
         compressed_history=compressed[: start - history],
-        image_mask=request.in_image(start, stop),
+        image_mask=in_image[start - history :],
         window_from=request.window_from,
         num_replayed=min(max(request.num_cached_tokens - start, 0), work.num_rows),
         in_full=request.is_scored,

@@ -368,15 +368,15 @@ class CudaModel:
         if len(held) < self.config.vocab_size:  # of a token of another rank, the row of zeros behind all
             here = (ids >= held.start) & (ids < held.stop)
             ids = np.where(here, ids - held.start, self.weights.shape.vocabulary)
-        slots = np.concatenate([np.full(s.num_tokens, s.slot, np.int32) for s in segments])
+        lengths = np.array([segment.num_tokens for segment in segments])
+        first_rows = np.cumsum(lengths) - lengths
+        slots = np.repeat(np.array([segment.slot for segment in segments], np.int32), lengths)
         entry_slots = slots.copy()
-        start = 0
-        for segment in segments:
-            entry_slots[start : start + segment.num_replayed] = self.pages.nobody
-            start += segment.num_tokens
-        positions = np.concatenate(
-            [np.arange(s.start, s.start + s.num_tokens, dtype=np.int32) for s in segments]
-        )
+        for segment, first in zip(segments, first_rows, strict=True):
+            if segment.num_replayed:
+                entry_slots[first : first + segment.num_replayed] = self.pages.nobody
+        before = np.array([segment.start for segment in segments]) - first_rows
+        positions = (np.repeat(before, lengths) + np.arange(len(slots))).astype(np.int32)
         engram = {}
         for layer, request in requests.items():
             codes, scales = self._engrams[layer].codes(request)

@@ -100,33 +100,39 @@ class DevicePages:
         The host's copies must be at rest: no earlier step is under way. Raises EngineError without a block of passage.
         """
         changed: dict[int, list[int]] = {}  # slot -> first block, end
+        windows, entries = (table.numpy() for table in self._host)
         for update in updates:
             stop = update.first + len(update.global_blocks) // 4
             _extend(changed, update.slot, update.first, stop)
-        for segment in segments:
-            first = segment.start // self._size
-            _extend(changed, segment.slot, first, -(-(segment.start + segment.num_tokens) // self._size))
+        spans = [
+            (s.slot, s.start // self._size, -(-(s.start + s.num_tokens) // self._size)) for s in segments
+        ]
+        # Most rows that decode go where the one before them went: of their blocks nothing has to be sent.
+        slot, first, last = np.array(spans).T
+        last -= 1
+        window = tables.window_blocks[slot, first]
+        is_there = (first == last) & (window != NULL_BLOCK) & (window == windows[slot, first])
+        is_there &= tables.global_blocks[slot, first] == entries[slot, first]
+        spans = [span for span, there in zip(spans, is_there, strict=True) if not there]
+        for span in spans:
+            _extend(changed, *span)
         free = self._first_passage
-        windows, entries = (table.numpy() for table in self._host)
-        for slot, (first, stop) in changed.items():
-            windows[slot, first:stop] = tables.window_blocks[slot, first:stop]
-            entries[slot, first:stop] = tables.global_blocks[slot, first:stop]
-        for segment in segments:
-            blocks = np.arange(
-                segment.start // self._size, -(-(segment.start + segment.num_tokens) // self._size)
-            )
-            missing = blocks[windows[segment.slot, blocks] == NULL_BLOCK]
-            windows[segment.slot, missing] = free + np.arange(len(missing))
+        for own, (begin, end) in changed.items():
+            windows[own, begin:end] = tables.window_blocks[own, begin:end]
+            entries[own, begin:end] = tables.global_blocks[own, begin:end]
+        for own, begin, end in spans:
+            missing = begin + np.flatnonzero(windows[own, begin:end] == NULL_BLOCK)
+            windows[own, missing] = free + np.arange(len(missing))
             free += len(missing)
         if free > self._first_passage + self._num_passage:
             raise EngineError(
                 f"a step needs {free - self._first_passage} blocks of passage, and there are {self._num_passage}"
             )
-        for slot, (first, stop) in changed.items():
+        for own, (begin, end) in changed.items():
             for host, table in zip(
                 self._host, (self.pages.window_table, self.pages.entry_table), strict=True
             ):
-                table[slot, first:stop].copy_(host[slot, first:stop], non_blocking=True)
+                table[own, begin:end].copy_(host[own, begin:end], non_blocking=True)
 
 
 def _extend(changed: dict[int, list[int]], slot: int, first: int, stop: int) -> None:
