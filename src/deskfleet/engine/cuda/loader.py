@@ -102,7 +102,7 @@ def load_model(reader: ShardReader, device: torch.device, *, exact: bool | None 
 
 def load_drafts(reader: ShardReader, device: torch.device, *, exact: bool | None = None) -> DraftWeights:
     """Read and pack this rank's share of the draft stages; of the Markov head, all of it: it is small, and then no rank
-    waits for another between two drafts. Raises CheckpointError, and EngineError for sizes that no kernel takes.
+    waits for another between two drafts. Raises CheckpointError, and EngineError as `load_model`.
     """
     loader, config = _Loader(reader, device, exact), reader.plan.config
     stages, shape = config.draft_layers, RankShape(reader.plan, reader.rank, of_drafts=True)
