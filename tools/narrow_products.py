@@ -1,13 +1,14 @@
-"""How many answers of Pocket change when sums of FP8 products keep fewer bits, as of FP8 instructions of tensor cores.
+"""How many answers of Pocket change when sums of FP8 products keep fewer bits, or operators compute in float32.
 
     .venv/bin/python tools/narrow_products.py [--bits 13] [--of experts,projections] [--rows-from 9] [--questions 1:9]
+    .venv/bin/python tools/narrow_products.py --float32 attention,streams,norms,linear,rest [--questions 1:9]
 
 Runs on the CPU: the engine answers the questions of tests/gpu/pocket_answers.json greedily, eight at a time. Products
 of 32 columns that share a scale are cut off BITS bits below the greatest of them before they are added up in float32:
 for experts, for the other FP8 projections of passes of at least so many rows, or for both. With 30 bits nothing is
-cut off, and only the sums are float32. Prints where answers leave those of the file, and how much better the exact
-engine finds its own token there, in standard deviations of its logits. A GPU has more that differs in last places;
-this is what products alone do.
+cut off, and only the sums are float32. --float32 names other operators that compute in float32 what the reference
+computes in float64. Prints where answers leave those of the file, and how much better the exact engine finds its own
+token there, in standard deviations of its logits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,21 @@ OF = {
     "experts": ("routed_experts", "shared_expert"),
     "projections": ("quantized_linear", "quantized_linear_partial", "normed_linear"),
 }
+FLOAT32 = {
+    "attention": ("sparse_attention",),
+    "streams": ("hc_mixes", "hc_weights", "hc_split", "hc_collapse", "hc_collapse_norm", "hc_expand"),
+    "norms": ("rms_norm",),
+    "linear": ("linear_f32", "linear", "linear_partial", "grouped_linear"),
+    "rest": ("compress_pairs", "index_scores", "route", "engram_gate", "expert_activation", "add_round"),
+}
+
+
+def float32_operators() -> Any:
+    """The reference operators with float32 where they have float64."""
+    source = Path(reference.__file__).read_text().replace("torch.float64", "torch.float32")
+    module = types.ModuleType("reference_in_float32")
+    exec(compile(source, module.__name__, "exec"), vars(module))
+    return module
 
 
 def runner_of(source: Checkpoint, tokens: np.ndarray, num_seqs: int) -> ModelRunner:
@@ -156,6 +173,7 @@ def main() -> int:
     )
     parser.add_argument("--bits", type=int, default=13)
     parser.add_argument("--of", type=lambda text: text.split(","), default=list(OF))
+    parser.add_argument("--float32", type=lambda text: text.split(","), default=[])
     parser.add_argument("--rows-from", type=int, default=9, help="of a pass, for its projections")
     parser.add_argument("--questions", default=":")
     options = parser.parse_args()
@@ -166,15 +184,23 @@ def main() -> int:
     source = Checkpoint.open(locate(POCKET))
     tokens = token_map(source).astype(np.int64)
     core = EngineCore(runner_of(source, tokens, 8), tokens, CoreOptions(max_num_batched_tokens=256))
-    own, narrowed = {}, Narrowed(options.bits, options.rows_from)
-    for name in (name for kind in options.of for name in OF[kind]):
-        own[name] = getattr(ops, name)
-        setattr(ops, name, getattr(narrowed, name))
+    if options.float32:
+        what, changed = f"float32 in {' and '.join(options.float32)}", float32_operators()
+        names = [name for kind in options.float32 for name in FLOAT32[kind]]
+    else:
+        what, changed = (
+            f"{options.bits} bits of {' and '.join(options.of)}",
+            Narrowed(options.bits, options.rows_from),
+        )
+        names = [name for kind in options.of for name in OF[kind]]
+    own = {name: getattr(ops, name) for name in names}
+    for name in names:
+        setattr(ops, name, getattr(changed, name))
     answers = answers_of(core, asked)
     for name, operator in own.items():
         setattr(ops, name, operator)
     differ = [n for n, answer in enumerate(answers) if answer != asked[n]["answer"]]
-    print(f"{options.bits} bits of {' and '.join(options.of)}: {len(differ)} of {len(asked)} answers differ")
+    print(f"{what}: {len(differ)} of {len(asked)} answers differ")
     judge = runner_of(source, tokens, 1)
     for number in differ:
         mine, theirs = answers[number], asked[number]["answer"]
