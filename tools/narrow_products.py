@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +166,26 @@ def gap_at(runner: ModelRunner, tokens: np.ndarray, before: list[int], theirs: i
     return float((logits[theirs] - logits[mine]) / logits.std())
 
 
+def kinds_of(known: Mapping[str, object]) -> Callable[[str], list[str]]:
+    """What reads some of the names of `known`, separated by commas."""
+
+    def kinds(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return text.split(",")
+
+    return kinds
+
+
 def main() -> int:
     """Answer, and print what differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--bits", type=int, default=13)
-    parser.add_argument("--of", type=lambda text: text.split(","), default=list(OF))
-    parser.add_argument("--float32", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--of", type=kinds_of(OF), default=list(OF))
+    parser.add_argument("--float32", type=kinds_of(FLOAT32), default=[])
     parser.add_argument("--rows-from", type=int, default=9, help="of a pass, for its projections")
     parser.add_argument("--questions", default=":")
     options = parser.parse_args()

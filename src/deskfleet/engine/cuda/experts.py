@@ -5,7 +5,7 @@ items as there can be, so that a graph can hold it; programs beyond the last ite
 row * num_chosen + choice, and everything between the kernels is addressed by pair: no order of items matters.
 
 The activations are FP8 in groups of 32, which is what the reference makes of them (spec §N.4), so that W4A8 rounds
-nowhere but where the reference does; only the order of float32 sums differs.
+nowhere but where the reference does; only sums differ: float32 where weights are `exact`, otherwise of some 13 bits.
 """
 
 from __future__ import annotations

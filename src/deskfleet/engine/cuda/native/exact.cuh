@@ -115,7 +115,7 @@ struct GroupProduct : Walk<FORM, COLUMNS, NUM, NUM_BLOCKS, DEPTH, WHOLE> {
         if (both) add(held[COUNT_ - 1], columns, block + 1);
     }
 
-    DEVICE void join() {}
+    DEVICE void join() {}  // of rows apart, which these never are
 
     DEVICE void add(const Block<FORM>& own, const words4* columns, int block) {
         columns += block * (4 * X::PITCH);
